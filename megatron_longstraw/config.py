@@ -1,0 +1,409 @@
+"""The run configuration: one YAML file, frozen dataclasses, every value checked before a rank does work.
+
+Nothing here imports torch or Megatron, so a wrong file is refused in milliseconds. Megatron's own settings
+are written under ``model.transformer`` by their names in ``TransformerConfig``; the ones that the schedule
+can't honour are refused here by name (`check_transformer_settings`), also when a host's config brings them.
+"""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+Dtype = Literal["float32", "float64", "bfloat16"]
+PromptGradient = Literal["exact", "detached"]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+
+
+class ConfigError(ValueError):
+    """A setting that can't be used: names the file and the key, what was got, and what is needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What is trained."""
+
+    architecture: Literal["gqa"] = "gqa"
+    """Which builder of megatron_longstraw.models: "gqa" is a dense decoder with grouped-query attention."""
+    vocab_size: int
+    """Rows of the embedding; a multiple of parallel.tp."""
+    rotary_base: int = 10000
+    """RoPE theta."""
+    rotary_percent: float = 1.0
+    """Share of each head that RoPE turns."""
+    tie_embeddings: bool = False
+    """Use the embedding as the output layer too."""
+    backend: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layer modules: Transformer Engine's where they import ("auto"), or Megatron's local ones."""
+    transformer: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's TransformerConfig, by their own names."""
+
+    def __post_init__(self) -> None:
+        _at_least("model.vocab_size", self.vocab_size, 1)
+        _at_least("model.rotary_base", self.rotary_base, 1)
+        _check("model.rotary_percent", self.rotary_percent, 0 < self.rotary_percent <= 1, "a number in (0, 1]")
+        for name in ("num_layers", "hidden_size", "num_attention_heads"):
+            if name not in self.transformer:
+                raise ConfigError(f"model.transformer.{name} is missing: Megatron's TransformerConfig needs it")
+            _positive_integer(f"model.transformer.{name}", self.transformer[name])
+        for name in _OWNED_BY_US:
+            if name in self.transformer:
+                raise ConfigError(f"model.transformer.{name}: set {_OWNED_BY_US[name]} instead")
+        check_transformer_settings(self.transformer, "model.transformer.", self.architecture)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model is laid over the ranks; what is left of the world is data parallel."""
+
+    tp: int = 1
+    """Tensor parallel size."""
+    pp: int = 1
+    """Pipeline parallel size."""
+    vpp: int | None = None
+    """Model chunks per pipeline stage (interleaved schedule); needs pp > 1."""
+    ep: int = 1
+    """Expert parallel size; needs a mixture-of-experts model."""
+    sequence_parallel: bool | None = None
+    """Split activations between layers over TP ranks; by default on where tp > 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "ep"):
+            _at_least(f"parallel.{name}", getattr(self, name), 1)
+        if self.vpp is not None:
+            _at_least("parallel.vpp", self.vpp, 1)
+            if self.pp == 1:
+                raise ConfigError(f"parallel.vpp={self.vpp} needs parallel.pp > 1: got pp=1")
+            if self.pp == 2:
+                raise ConfigError("parallel.vpp with variable lengths needs parallel.pp > 2 in Megatron: got pp=2")
+        if self.sequence_parallel and self.tp == 1:
+            raise ConfigError("parallel.sequence_parallel=true needs parallel.tp > 1: got tp=1")
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """How a group is run: capture the prompt, replay the responses, prompt backward."""
+
+    prompt_chunk_tokens: int = 4096
+    """Prompt tokens that flow through the layers at once."""
+    prompt_gradient: PromptGradient = "exact"
+    """"exact": the gradient of the loss. "detached": the prompt is a constant; cheaper, and not that gradient."""
+    page_tokens: int = 256
+    """Positions in a page; pages are dealt round-robin over the ranks of an owner group."""
+    recompute: bool = True
+    """Recompute each layer in backward, so that a micro-batch keeps one input per layer."""
+    state_gradient_dtype: Literal["float32", "model"] = "float32"
+    """Precision in which dL/d(prompt state) is summed over responses; "model" is the model's own."""
+    attention_block_tokens: int = 65536
+    """Owned prompt rows that one attention call reads; bounds its workspace."""
+    log_prob_block_tokens: int = 1024
+    """Tokens whose [tokens, vocabulary] logits exist at once."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_chunk_tokens", "page_tokens", "attention_block_tokens", "log_prob_block_tokens"):
+            _at_least(f"schedule.{name}", getattr(self, name), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """GRPO (arXiv 2402.03300) with the clips of DAPO (2503.14476) and dual-clip PPO (1912.09729)."""
+
+    clip_ratio_low: float = 0.2
+    """The ratio is clipped below at 1 - this."""
+    clip_ratio_high: float = 0.2
+    """The ratio is clipped above at 1 + this."""
+    clip_ratio_c: float | None = 3.0
+    """Dual clip: where the advantage is negative, the loss is at most -this * advantage; null turns it off."""
+    kl_coef: float = 0.0
+    """Weight of the k3 estimate of KL(policy || reference); above 0 every response needs ref_logprobs."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus; at 0 entropy is not computed."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How token losses become one number, over the global batch."""
+    mask_truncated: bool = False
+    """Give no loss to responses that the rollout file marks as truncated (they keep their reward)."""
+
+    def __post_init__(self) -> None:
+        low, high = self.clip_ratio_low, self.clip_ratio_high
+        _check("objective.clip_ratio_low", low, 0 <= low < 1, "a number in [0, 1)")
+        _check("objective.clip_ratio_high", high, 0 <= high < math.inf, "a number >= 0")
+        if self.clip_ratio_c is not None:
+            _check("objective.clip_ratio_c", self.clip_ratio_c, self.clip_ratio_c > 1, "a number > 1, or null")
+        for name in ("kl_coef", "entropy_coef"):
+            value = getattr(self, name)
+            _check(f"objective.{name}", value, 0 <= value < math.inf, "a finite number >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Megatron's distributed Adam and its learning-rate schedule."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay from lr to min_lr over the run's steps."""
+    lr_warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "min_lr", "weight_decay", "adam_eps", "clip_grad"):
+            value = getattr(self, name)
+            _check(f"optimizer.{name}", value, 0 <= value < math.inf, "a finite number >= 0")
+        for name in ("adam_beta1", "adam_beta2"):
+            value = getattr(self, name)
+            _check(f"optimizer.{name}", value, 0 <= value < 1, "a number in [0, 1)")
+        _check("optimizer.min_lr", self.min_lr, self.min_lr <= self.lr, f"at most optimizer.lr={self.lr}")
+        _at_least("optimizer.lr_warmup_steps", self.lr_warmup_steps, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """How rollouts are read."""
+
+    tokenizer: str = "bytes"
+    """"bytes" (UTF-8 bytes are the ids) or the path of a HuggingFace tokenizer.json or of its folder."""
+    groups_per_step: int = 1
+    """Groups in one optimizer step, over all data-parallel ranks."""
+    max_prompt_tokens: int | None = None
+    """Longer prompts keep their last this many tokens."""
+    temperature: float = 1.0
+    """Sampling temperature of groups that don't give their own."""
+
+    def __post_init__(self) -> None:
+        _at_least("data.groups_per_step", self.groups_per_step, 1)
+        if self.max_prompt_tokens is not None:
+            _at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
+        _check("data.temperature", self.temperature, 0 < self.temperature < math.inf, "a finite number > 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    dtype: Dtype = "bfloat16"
+    """Dtype of parameters and activations."""
+    seed: int = 0
+    """Seed of the initial weights, which don't depend on the layout."""
+
+    def __post_init__(self) -> None:
+        _at_least("seed", self.seed, 0)
+        tp, pp, heads = self.parallel.tp, self.parallel.pp, self.model.transformer["num_attention_heads"]
+        layers = self.model.transformer["num_layers"]
+        kv_heads = self.model.transformer.get("num_query_groups") or heads
+        _positive_integer("model.transformer.num_query_groups", kv_heads)
+        if heads % kv_heads:
+            raise ConfigError(
+                f"model.transformer.num_attention_heads={heads} must be a multiple of num_query_groups={kv_heads}"
+            )
+        if heads % tp:
+            raise ConfigError(f"model.transformer.num_attention_heads={heads} must be a multiple of parallel.tp={tp}")
+        if kv_heads % tp and tp % kv_heads:
+            raise ConfigError(
+                f"parallel.tp={tp} must divide model.transformer.num_query_groups={kv_heads}, or be a multiple of it"
+            )
+        if self.model.vocab_size % tp:
+            raise ConfigError(f"model.vocab_size={self.model.vocab_size} must be a multiple of parallel.tp={tp}")
+        stages = pp * (self.parallel.vpp or 1)
+        if layers % stages:
+            raise ConfigError(
+                f"model.transformer.num_layers={layers} must be a multiple of parallel.pp * vpp = {stages}"
+            )
+        if self.parallel.ep > 1 and not self.model.transformer.get("num_moe_experts"):
+            raise ConfigError(
+                f"parallel.ep={self.parallel.ep} needs experts: model.transformer.num_moe_experts is not set"
+            )
+
+
+_OWNED_BY_US = {
+    "tensor_model_parallel_size": "parallel.tp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "virtual_pipeline_model_parallel_size": "parallel.vpp",
+    "expert_model_parallel_size": "parallel.ep",
+    "sequence_parallel": "parallel.sequence_parallel",
+    "params_dtype": "dtype",
+    "pipeline_dtype": "dtype",
+    "bf16": "dtype",
+    "fp16": "dtype",
+}
+
+# Field of TransformerConfig -> (the values that are fine, why others are not). Absent or None is always fine.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_dropout": ((0,), "dropout would differ between capture, replay and prompt backward"),
+    "attention_dropout": ((0,), "dropout would differ between capture, replay and prompt backward"),
+    "recompute_granularity": ((), "Megatron would recompute a layer in another phase; use schedule.recompute"),
+    "recompute_method": ((), "Megatron would recompute a layer in another phase; use schedule.recompute"),
+    "recompute_num_layers": ((), "Megatron would recompute a layer in another phase; use schedule.recompute"),
+    "context_parallel_size": ((1,), "prompt rows are owned over the tensor-parallel group, not over CP"),
+    "mtp_num_layers": ((0,), "multi-token prediction is not built"),
+    "window_size": ((), "sliding windows are not built"),
+    "softmax_type": (("vanilla",), "attention sinks are not built"),
+    "enable_cuda_graph": ((False,), "CUDA graphs would replay a layer in one fixed phase"),
+    "external_cuda_graph": ((False,), "CUDA graphs would replay a layer in one fixed phase"),
+    "cuda_graph_impl": (("none",), "CUDA graphs would replay a layer in one fixed phase"),
+    "fp8": ((), "fp8 is not built"),
+    "fp4": ((), "fp4 is not built"),
+    "qk_clip": ((False,), "QK clipping reads attention maxima that the core attention doesn't keep"),
+    "fine_grained_activation_offloading": ((False,), "activation offloading is not built"),
+    "cpu_offloading": ((False,), "activation offloading is not built"),
+    "overlap_moe_expert_parallel_comm": ((False,), "that schedule splits layers across micro-batches"),
+    "no_rope_freq": ((), "layers without RoPE are not tested"),
+}
+
+# The same, for what one architecture can't have and another may.
+_REFUSED_BY: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
+    "gqa": {
+        "num_moe_experts": ((0,), "architecture gqa is dense"),
+        "multi_latent_attention": ((False,), "architecture gqa has keys and values per head"),
+        "experimental_attention_variant": ((), "architecture gqa has full attention in every layer"),
+    },
+}
+
+
+def check_transformer_settings(settings: Mapping[str, Any], prefix: str = "", architecture: str | None = None) -> None:
+    """Refuses Megatron settings under which the schedule would not be exact.
+
+    Args:
+        settings: names and values of TransformerConfig fields.
+        prefix: what to put before a name in the error.
+        architecture: also refuse what this architecture can't have.
+
+    Raises:
+        ConfigError: names the setting, its value, and why it is refused.
+    """
+    for name, (fine, reason) in (_REFUSED | _REFUSED_BY.get(architecture or "", {})).items():
+        value = settings.get(name)
+        if value is not None and value not in fine:
+            needed = f"needs {fine[0]}" if fine else "leave it unset"
+            raise ConfigError(f"{prefix}{name}={value!r} is not supported ({needed}): {reason}")
+
+
+def load_config(path: str | Path, overrides: Sequence[tuple[str, Any]] = ()) -> RunConfig:
+    """Reads a run configuration.
+
+    Args:
+        path: a YAML file whose sections are the fields of `RunConfig`.
+        overrides: pairs (dotted key, value) that replace what the file says, in order.
+
+    Raises:
+        ConfigError: the file can't be read, or a key is unknown, missing or contradicts another.
+    """
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: can't be read as YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: needs a mapping with a 'model' section, got {type(tree).__name__}")
+    for key, value in overrides:
+        _override(tree, key, value)
+    try:
+        return _build(RunConfig, tree, "")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Splits ``key=value`` of the command line; the value is read as YAML."""
+    key, sign, value = text.partition("=")
+    if not sign or not key.strip():
+        raise ConfigError(f"--set {text!r}: needs KEY=VALUE, such as schedule.prompt_chunk_tokens=1024")
+    try:
+        return key.strip(), yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {text!r}: the value is not YAML: {error}") from error
+
+
+def _override(tree: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    for name in path:
+        branch = tree.setdefault(name, {})
+        if not isinstance(branch, dict):
+            raise ConfigError(f"{key}: {name} is a value ({branch!r}), not a section")
+        tree = branch
+    tree[last] = value
+
+
+_T = TypeVar("_T")
+
+
+def _build(cls: type[_T], tree: Any, prefix: str) -> _T:
+    """One dataclass from a mapping, its sections from sub-mappings."""
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{prefix or 'the file'} needs a section of settings, got {tree!r}")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if key not in fields:
+            raise ConfigError(f"unknown key {name}: it can be {', '.join(prefix + k for k in fields)}")
+        hint = hints[key]
+        values[key] = _build(hint, value, f"{name}.") if dataclasses.is_dataclass(hint) else _typed(name, value, hint)
+    for key, f in fields.items():
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and key not in values:
+            raise ConfigError(f"{prefix}{key} is missing")
+    return cls(**values)
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """The value, if its type is the field's; an integer is fine where a float is asked for."""
+    origin, choices = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        _check(name, value, value in choices, "one of " + ", ".join(map(str, choices)))
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in choices:
+            return None
+        return _typed(name, value, next(c for c in choices if c is not type(None)))
+    if origin is Mapping:
+        _check(name, value, isinstance(value, Mapping), "a section of settings")
+        return dict(value)
+    if hint is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        _check(name, value, number, "a number (YAML wants a dot in 1.0e-6)")
+        return float(value)
+    right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
+    _check(name, value, right, {"int": "an integer", "str": "a text", "bool": "true or false"}[hint.__name__])
+    return value
+
+
+def _check(name: str, value: Any, fine: bool, needed: str) -> None:
+    if not fine:
+        raise ConfigError(f"{name}={value!r}: needs {needed}")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    _check(name, value, value >= least, f"an integer >= {least}")
+
+
+def _positive_integer(name: str, value: Any) -> None:
+    fine = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    _check(name, value, fine, "an integer >= 1")

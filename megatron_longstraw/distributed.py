@@ -1,0 +1,112 @@
+"""Starts the process group and lays Megatron's parallel groups over it; agreement between ranks."""
+
+import functools
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_longstraw import cpu_platform
+from megatron_longstraw.config import ConfigError, ParallelConfig
+
+
+def start() -> torch.device:
+    """Joins the ranks that torchrun started: NCCL with one GPU a rank, or gloo where there is no GPU.
+
+    Returns:
+        This rank's device.
+
+    Raises:
+        RuntimeError: the process was not started by torchrun.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
+    if missing:
+        raise RuntimeError(
+            f"{', '.join(missing)} not set: start ranks with torchrun --nproc-per-node N -m megatron_longstraw ..."
+        )
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+        return device
+    cpu_platform.install()
+    # a CPU rehearsal may compute for long between two collectives
+    dist.init_process_group("gloo", timeout=timedelta(hours=2))
+    return torch.device("cpu")
+
+
+def initialize_model_parallel(parallel: ParallelConfig) -> None:
+    """Lays Megatron's parallel groups over the world, in place of those that were there before.
+
+    Raises:
+        ConfigError: the world size is no multiple of tp * pp, or what is left can't hold ep.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    check_world_size(parallel, dist.get_world_size())
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,
+    )
+    random.model_parallel_cuda_manual_seed(0, force_reset_rng=True)  # nothing random is left in a step
+
+
+def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
+    """Raises ConfigError where the ranks can't hold the layout."""
+    shard = parallel.tp * parallel.pp
+    if world_size % shard:
+        raise ConfigError(
+            f"{world_size} ranks can't hold parallel.tp={parallel.tp} x pp={parallel.pp}: "
+            f"start a multiple of {shard} ranks (torchrun --nproc-per-node {shard})"
+        )
+    if (world_size // parallel.pp) % parallel.ep:
+        raise ConfigError(
+            f"parallel.ep={parallel.ep} must divide the {world_size // parallel.pp} ranks of a pipeline stage"
+        )
+
+
+def agree(error: Exception | None) -> None:
+    """Makes an error of one rank an error of all, so that none waits for ranks that have left.
+
+    Every rank calls this at the same point, with its own error or None.
+
+    Raises:
+        Exception: `error`, on the rank that has one.
+        PeerError: on the ranks that have none while another does.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if error is not None:
+            raise error
+        return
+    mine = None if error is None else f"{type(error).__name__}: {error}"
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if error is not None:
+        raise error
+    for rank, theirs in enumerate(everyone):
+        if theirs is not None:
+            raise PeerError(f"rank {rank} failed: {theirs}")
+
+
+class PeerError(RuntimeError):
+    """Another rank failed; that rank tells the reason."""
+
+
+@functools.lru_cache
+def consecutive_group(size: int) -> dist.ProcessGroup:
+    """The group of `size` consecutive ranks of the world that holds this rank. All ranks must ask together."""
+    mine = None
+    for first in range(0, dist.get_world_size(), size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = group
+    assert mine is not None
+    return mine

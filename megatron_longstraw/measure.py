@@ -1,0 +1,160 @@
+"""Measures a step: peak bytes of tensors, seconds per phase, and shows its progress."""
+
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_longstraw.prompt_state import Phase, PromptState
+from megatron_longstraw.work import PromptGroup, WorkItem
+
+_PHASES = {
+    Phase.CAPTURE: "capture",
+    Phase.RESPONSE: "replay",
+    Phase.PLAIN: "stock",
+    Phase.PROMPT: "prompt_backward",
+}
+
+
+class PeakBytes:
+    """Measures the most bytes that tensors hold at once while it is entered.
+
+    On CUDA it is the allocator's ``max_memory_allocated``. On the CPU every storage that an operator makes is
+    counted while it lives, on top of the tensors given; workspace inside operators is invisible there.
+
+    Args:
+        existing: tensors that live already and are to count (parameters, gradient buffers).
+    """
+
+    def __init__(self, existing: Iterable[Tensor]) -> None:
+        self.peak = 0
+        self._mode = None if torch.cuda.is_available() else _LiveBytes(existing)
+
+    def __enter__(self) -> "PeakBytes":
+        if self._mode is None:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._mode is None:
+            self.peak = torch.cuda.max_memory_allocated()
+        else:
+            self._mode.__exit__(*error)
+            self.peak = self._mode.peak
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts live storages: each once, from the operator that returns it to its end."""
+
+    def __init__(self, existing: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        for tensor in existing:
+            self._add(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._storages:
+            return
+
+        def freed(_: Any) -> None:
+            if self._storages.pop(key, None) is not None:
+                self.live -= size
+
+        self._storages[key] = weakref.ref(storage, freed)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+class StepMeter:
+    """An observer of the schedule: seconds and tokens by phase, bytes of state, and a progress line.
+
+    Seconds are this rank's wall-clock time from the first micro-batch of a phase to the first of the next. Under
+    pipeline parallelism phases overlap, so there they say where this rank's time goes, not how long a phase is.
+
+    Args:
+        groups: the groups this rank runs, in order.
+        screen: where to show progress; None shows none.
+    """
+
+    def __init__(self, groups: Sequence[PromptGroup], screen: TextIO | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self.tokens: dict[str, int] = {}
+        self.state_bytes = self.state_gradient_bytes = 0
+        self._groups = [g for g in groups if g.has_work]
+        self._group = 0
+        self._phase: Phase | None = None
+        self._phase_start = self._last_shown = time.perf_counter()
+        self._phase_tokens = 0
+        self._screen = screen
+
+    def on_item(self, item: WorkItem) -> None:
+        phase = item.segment.phase
+        if phase is Phase.IDLE:
+            return
+        if phase is not self._phase:
+            self._end_phase()
+            self._phase = phase
+        elif self._screen is not None and time.perf_counter() - self._last_shown > 0.5:
+            self._show()
+        self._phase_tokens += item.segment.length
+
+    def on_group_end(self, state: PromptState) -> None:
+        self._end_phase()
+        self._group += 1
+        self.state_bytes = max(self.state_bytes, state.bytes())
+        self.state_gradient_bytes = max(self.state_gradient_bytes, state.gradient_bytes())
+
+    def close(self) -> None:
+        """Ends the last phase and clears the progress line."""
+        self._end_phase()
+        if self._screen is not None and self._screen.isatty():
+            self._screen.write("\r\x1b[K")
+            self._screen.flush()
+
+    def _end_phase(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self._phase is not None:
+            name = _PHASES[self._phase]
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self._phase_start
+            self.tokens[name] = self.tokens.get(name, 0) + self._phase_tokens
+        self._phase, self._phase_start, self._phase_tokens = None, now, 0
+
+    def _show(self) -> None:
+        assert self._screen is not None and self._phase is not None
+        group = self._groups[self._group] if self._group < len(self._groups) else self._groups[-1]
+        prompt = len(group.prompt) - 1
+        total = sum(map(len, group.responses)) if self._phase in (Phase.RESPONSE, Phase.PLAIN) else prompt
+        self._last_shown = time.perf_counter()
+        rate = self._phase_tokens / max(self._last_shown - self._phase_start, 1e-9)
+        line = (
+            f"group {self._group + 1}/{len(self._groups)}  {_PHASES[self._phase].replace('_', ' ')}  "
+            f"{self._phase_tokens:,}/{total:,} tokens  {rate:,.0f} tokens/s  "
+            f"{max(total - self._phase_tokens, 0) / max(rate, 1e-9):.0f} s left"
+        )
+        self._screen.write(f"\r\x1b[K{line}" if self._screen.isatty() else f"{line}\n")
+        self._screen.flush()
+
+
+def screen_of(rank: int) -> TextIO | None:
+    """Where a rank shows progress: rank 0 on standard error, the others nowhere."""
+    return sys.stderr if rank == 0 else None

@@ -1,0 +1,71 @@
+"""Which modules a layer is built from: Transformer Engine's, or Megatron's local ones made fit for use.
+
+Megatron's local norms refuse sequence parallelism and zero-centred weights; `LocalBackend` has one that takes
+both. Transformer Engine is used through Megatron's own provider; it needs a GPU and has not been run here.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron_longstraw.config import ConfigError
+
+
+def resolve_backend(name: str) -> tuple[BackendSpecProvider, str]:
+    """The provider of layer modules for model.backend, and which one it is ("local", "transformer_engine").
+
+    Raises:
+        ConfigError: Transformer Engine is asked for and can't be used here.
+    """
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    usable = HAVE_TE and torch.cuda.is_available()
+    if name == "local" or (name == "auto" and not usable):
+        return LocalBackend(), "local"
+    if not usable:
+        reason = "it does not import (pip install 'megatron_longstraw[gpu]')" if not HAVE_TE else "there is no GPU"
+        raise ConfigError(f"model.backend=transformer_engine can't be used: {reason}; needs model.backend=local")
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider(), "transformer_engine"
+
+
+class Norm(torch.nn.Module):
+    """RMSNorm or LayerNorm whose weight takes part in sequence parallelism.
+
+    Args:
+        config: Megatron's TransformerConfig; `normalization`, `layernorm_zero_centered_gamma` and
+            `sequence_parallel` are read.
+        hidden_size: length of the last dimension.
+        eps: added to the variance.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.shape, self.eps = (hidden_size,), eps
+        self.rms = config.normalization == "RMSNorm"
+        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+        self.weight = self._parameter(1.0 - self.offset, config)
+        self.bias = None if self.rms else self._parameter(0.0, config)
+
+    def _parameter(self, value: float, config: Any) -> torch.nn.Parameter:
+        data = torch.full(self.shape, value, dtype=config.params_dtype, device=torch.cuda.current_device())
+        parameter: Any = torch.nn.Parameter(data)
+        parameter.sequence_parallel = config.sequence_parallel
+        return parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight + self.offset if self.offset else self.weight
+        if self.rms:
+            return F.rms_norm(x, self.shape, weight, self.eps)
+        return F.layer_norm(x, self.shape, weight, self.bias, self.eps)
+
+
+class LocalBackend(LocalSpecProvider):
+    """Megatron's local modules, with norms that honour sequence parallelism."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
+        return Norm

@@ -1,0 +1,141 @@
+"""What every architecture shares: a layer that knows its phase, RoPE with an offset, and the log-prob head.
+
+Layers are Megatron's own; what is added:
+- `PromptLayer` recomputes its forward in backward, in the phase it was first run in, and stops where only the
+  prompt rows are wanted.
+- `OffsetRotaryEmbedding` starts at the segment's first position.
+- `PromptGPTModel` computes no head for prompt chunks; `log_prob_head` is its head for responses, given to
+  `GPTModel.forward` through Megatron's own ``output_processor``.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_longstraw.logprobs import vocab_parallel_log_probs
+from megatron_longstraw.prompt_state import Phase, Runtime
+
+
+class PromptLayer(TransformerLayer):
+    """Megatron's layer, run in the phase that the runtime says.
+
+    Args:
+        runtime: the model's runtime.
+        kwargs: TransformerLayer's own.
+    """
+
+    def __init__(self, *args: Any, runtime: Runtime, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.runtime = runtime
+        self.is_last = self.layer_number == self.config.num_layers
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        segment = self.runtime.segment
+        # a stock sequence is recomputed by Megatron itself, if at all
+        if not (self.runtime.recompute and torch.is_grad_enabled() and segment.phase is not Phase.PLAIN):
+            return self._forward(hidden_states, *args, **kwargs)
+
+        def run(hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+            return self._forward(hidden_states, *args, **kwargs)
+
+        return checkpoint(  # type: ignore[no-any-return]
+            run,
+            hidden_states,
+            use_reentrant=False,
+            preserve_rng_state=False,  # nothing random is left: dropout is refused
+            context_fn=lambda: (contextlib.nullcontext(), self.runtime.resume(segment)),
+        )
+
+    def _forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if self.is_last and self.runtime.segment.is_prompt:
+            return self._forward_attention(hidden_states, *args, **kwargs)
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+class OffsetRotaryEmbedding(torch.nn.Module):
+    """RoPE angles of the running segment's positions, from Megatron's own embedding.
+
+    Megatron caches the angles of the last 32 lengths; with an offset nothing repeats, so nothing is cached.
+    """
+
+    def __init__(self, inner: Any, runtime: Runtime) -> None:
+        super().__init__()
+        self.inner, self.runtime = inner, runtime
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        return self.inner.get_rotary_seq_len(*args, **kwargs)
+
+    def forward(self, max_seq_len: int, **_: Any) -> Tensor:
+        return self.inner.get_emb(max_seq_len, self.runtime.segment.start)
+
+
+class PromptGPTModel(GPTModel):
+    """GPTModel that returns the last hidden states of prompt chunks, without a head.
+
+    Args:
+        runtime: the model's runtime, shared by all model chunks of a rank.
+        kwargs: GPTModel's own.
+    """
+
+    def __init__(self, *args: Any, runtime: Runtime, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.runtime = runtime
+        self.rotary_pos_emb = OffsetRotaryEmbedding(self.rotary_pos_emb, runtime)
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        segment = self.runtime.segment
+        if segment.is_prompt or segment.phase is Phase.IDLE:
+            return hidden_states
+        return super()._postprocess(hidden_states, *args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadInput:
+    """What `log_prob_head` needs of a micro-batch.
+
+    Args:
+        targets: [n] ids whose log-probs are wanted.
+        first_row: the row (token of the micro-batch) that predicts the first of them.
+        temperature: logits are divided by it.
+        block_tokens: tokens whose logits exist at once.
+        with_entropy: whether the entropy of each prediction is wanted too.
+    """
+
+    targets: Tensor
+    first_row: int
+    temperature: float
+    block_tokens: int
+    with_entropy: bool = False
+
+
+def log_prob_head(
+    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, config: Any, context: HeadInput, **_: Any
+) -> Tensor:
+    """Log-probs of the targets, as an ``output_processor`` of `GPTModel.forward`.
+
+    Returns:
+        [1, n] log-probs, or [2, n] log-probs and entropies; float32, or float64 for float64 models.
+    """
+    group = output_layer.tp_group
+    if config.sequence_parallel:
+        hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
+    else:
+        hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
+    rows = hidden_states[context.first_row : context.first_row + len(context.targets), 0]
+    log_probs, entropy = vocab_parallel_log_probs(
+        rows,
+        output_layer.weight if output_weight is None else output_weight,
+        context.targets,
+        temperature=context.temperature,
+        block_tokens=context.block_tokens,
+        group=group,
+        with_entropy=context.with_entropy,
+    )
+    return log_probs[None] if entropy is None else torch.stack([log_probs, entropy])

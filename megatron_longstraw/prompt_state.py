@@ -1,0 +1,287 @@
+"""What a prompt leaves behind on a rank, and where in a step a model is.
+
+Every rank keeps, for each of its layers, the *rows* that later tokens need of the prompt (one row a position),
+and only those that it owns. Invariants, each checked where it could break:
+
+1. A row is written once, in order of positions, during capture.
+2. A segment that starts at position p reads the rows before p, and no other.
+3. In exact mode dL/d(row) is summed into the row's gradient while responses and later prompt chunks run
+   backwards; it is taken once, when the row's own chunk runs backwards, last chunk first; nothing is added
+   to a gradient that was taken.
+4. At the end of a group every row has been written and, in exact mode, every gradient has been taken.
+"""
+
+import contextlib
+import enum
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Phase(enum.Enum):
+    """What a micro-batch is to the schedule."""
+
+    PLAIN = "plain"
+    """A whole sequence, as stock Megatron runs it: no prompt state."""
+    CAPTURE = "capture"
+    """A prompt chunk without autograd, which writes its rows."""
+    RESPONSE = "response"
+    """The last prompt token and a response, on top of the prompt's rows."""
+    PROMPT = "prompt"
+    """A prompt chunk with autograd, whose backward starts from its rows' gradients."""
+    IDLE = "idle"
+    """Nothing: fills a micro-batch where the pipeline needs more of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """The tokens of one micro-batch: positions ``start`` to ``start + length - 1``; padding may follow them."""
+
+    phase: Phase
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it is there for the rows it leaves, so that the last layer's output is of no use."""
+        return self.phase in (Phase.CAPTURE, Phase.PROMPT)
+
+
+class Runtime:
+    """Tells the layers of a model what runs now. The model's builder makes one and the schedule drives it.
+
+    Attributes:
+        segment: the micro-batch whose forward (or recomputed forward) runs.
+        state: the prompt state of the group that runs, or None between groups.
+        recompute: whether layers recompute their forward in backward.
+    """
+
+    def __init__(self) -> None:
+        self.segment = Segment(phase=Phase.PLAIN, start=0, length=0)
+        self.state: PromptState | None = None
+        self.recompute = True
+
+    @contextlib.contextmanager
+    def resume(self, segment: Segment) -> Iterator[None]:
+        """Re-enters the segment that a recomputed layer was first run in."""
+        now, self.segment = self.segment, segment
+        try:
+            yield
+        finally:
+            self.segment = now
+
+    def current_state(self) -> "PromptState":
+        """The prompt state; RuntimeError outside the schedule."""
+        if self.state is None:
+            raise RuntimeError(f"phase {self.segment.phase.value} needs a prompt state: only the schedule runs it")
+        return self.state
+
+
+@dataclass(frozen=True)
+class Pages:
+    """How the positions of a prompt are dealt over an owner group: whole pages, round-robin.
+
+    Args:
+        page_tokens: positions in a page.
+        rank: this rank in the owner group.
+        size: ranks in the owner group.
+    """
+
+    page_tokens: int
+    rank: int
+    size: int
+
+    def owned_before(self, position: int) -> int:
+        """How many positions below `position` this rank owns."""
+        if self.size == 1:
+            return position
+        rounds, rest = divmod(position, self.page_tokens * self.size)
+        mine = min(max(rest - self.rank * self.page_tokens, 0), self.page_tokens)
+        return rounds * self.page_tokens + mine
+
+    def runs(self, start: int, end: int) -> Iterator[tuple[slice, slice]]:
+        """The owned positions of ``start`` to ``end - 1``, in order, as contiguous runs.
+
+        Yields:
+            The run within the segment (0 is `start`) and within this rank's rows.
+        """
+        first = start
+        while first < end:
+            page = first // self.page_tokens
+            last = end if self.size == 1 else min(end, (page + 1) * self.page_tokens)
+            if page % self.size == self.rank or self.size == 1:
+                row = self.owned_before(first)
+                yield slice(first - start, last - start), slice(row, row + last - first)
+            first = last
+
+
+class OwnedRows:
+    """The rows of one layer that this rank owns, and their gradients.
+
+    Args:
+        length: positions of the prompt.
+        shapes: name of each field of a row -> its shape.
+        pages: how positions are dealt over the owner group.
+        dtype: of the rows.
+        device: of rows and gradients.
+        gradient_dtype: in which gradients are summed; None where none are wanted.
+    """
+
+    def __init__(
+        self,
+        *,
+        length: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        pages: Pages,
+        dtype: torch.dtype,
+        device: torch.device,
+        gradient_dtype: torch.dtype | None,
+    ) -> None:
+        self.length = length
+        self.pages = pages
+        owned = pages.owned_before(length)
+        self.values = {n: torch.empty(owned, *shape, dtype=dtype, device=device) for n, shape in shapes.items()}
+        self.gradients: dict[str, Tensor] = {}
+        if gradient_dtype is not None:
+            self.gradients = {n: torch.zeros_like(v, dtype=gradient_dtype) for n, v in self.values.items()}
+        self._written = 0
+        self._untaken = length
+
+    def write(self, segment: Segment, **fields: Tensor) -> None:
+        """Keeps the owned ones among a prompt chunk's rows.
+
+        Args:
+            segment: the chunk; it must follow the one written before.
+            fields: [>= length, *shape], the rows of the segment in order.
+        """
+        if segment.start != self._written or segment.end > self.length:
+            raise RuntimeError(
+                f"rows {segment.start}..{segment.end} written after {self._written} of {self.length}: "
+                "chunks are captured once and in order"
+            )
+        for here, row in self.pages.runs(segment.start, segment.end):
+            for name, rows in fields.items():
+                self.values[name][row] = rows[here]
+        self._written = segment.end
+
+    def blocks(self, end: int, block_tokens: int) -> Iterator[slice]:
+        """The owned rows of the positions below `end`, as slices of at most `block_tokens` rows."""
+        if end > self._written:
+            raise RuntimeError(f"rows before {end} read when {self._written} of {self.length} are written")
+        rows = self.pages.owned_before(end)
+        for first in range(0, rows, block_tokens):
+            yield slice(first, min(first + block_tokens, rows))
+
+    def add_gradient(self, end: int, block: slice, **fields: Tensor) -> None:
+        """Adds to the gradients of a block of rows, read by a segment that starts at `end`."""
+        if end > self._untaken:
+            raise RuntimeError(f"gradient of rows before {end} comes after those from {self._untaken} on were taken")
+        for name, gradient in fields.items():
+            if name in self.gradients:
+                self.gradients[name][block] += gradient
+
+    def take_gradient(self, segment: Segment, **fields: Tensor) -> None:
+        """Adds the gathered gradients of a prompt chunk's owned rows to `fields`, in place.
+
+        Args:
+            segment: the chunk; it must precede the one taken before.
+            fields: [>= length, *shape], the gradients of the segment's rows so far.
+        """
+        if segment.end != self._untaken:
+            raise RuntimeError(
+                f"gradient of rows {segment.start}..{segment.end} taken when {self._untaken} are left: "
+                "chunks run backwards once and in reverse order"
+            )
+        for here, row in self.pages.runs(segment.start, segment.end):
+            for name, gradient in fields.items():
+                gradient[here] += self.gradients[name][row]
+        self._untaken = segment.start
+
+    def check_complete(self) -> None:
+        """Raises RuntimeError unless all rows were written and, where there are gradients, all were taken."""
+        if self._written != self.length or (self.gradients and self._untaken):
+            raise RuntimeError(
+                f"prompt of {self.length} rows ends with {self._written} written and {self._untaken} gradients left"
+            )
+
+    def bytes(self) -> int:
+        return _bytes(self.values)
+
+    def gradient_bytes(self) -> int:
+        return _bytes(self.gradients)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateOptions:
+    """How prompt state is kept; see `megatron_longstraw.config.ScheduleConfig` for the meaning of each."""
+
+    page_tokens: int = 256
+    attention_block_tokens: int = 65536
+    gradient_dtype: torch.dtype | None = torch.float32
+    """None keeps no gradients (detached)."""
+
+
+class PromptState:
+    """The rows of all of this rank's layers for one prompt.
+
+    Args:
+        length: positions captured; the prompt's last token is not among them.
+        options: how rows are kept.
+    """
+
+    def __init__(self, length: int, options: StateOptions) -> None:
+        self.length = length
+        self.options = options
+        self._layers: dict[int, OwnedRows] = {}
+
+    def rows(
+        self,
+        layer_number: int,
+        *,
+        shapes: Mapping[str, tuple[int, ...]],
+        owner_rank: int,
+        owners: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> OwnedRows:
+        """A layer's rows, allocated whole when first asked for."""
+        if layer_number not in self._layers:
+            gradient_dtype = self.options.gradient_dtype
+            if gradient_dtype is not None:
+                gradient_dtype = torch.promote_types(gradient_dtype, dtype)
+            self._layers[layer_number] = OwnedRows(
+                length=self.length,
+                shapes=shapes,
+                pages=Pages(self.options.page_tokens, owner_rank, owners),
+                dtype=dtype,
+                device=device,
+                gradient_dtype=gradient_dtype,
+            )
+        return self._layers[layer_number]
+
+    def check_complete(self) -> None:
+        """Raises RuntimeError, naming the layer, unless every row was written and every gradient taken."""
+        for number, rows in self._layers.items():
+            try:
+                rows.check_complete()
+            except RuntimeError as error:
+                raise RuntimeError(f"layer {number}: {error}") from None
+
+    def bytes(self) -> int:
+        """Bytes of the rows on this rank."""
+        return sum(rows.bytes() for rows in self._layers.values())
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the rows' gradients on this rank."""
+        return sum(rows.gradient_bytes() for rows in self._layers.values())
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(math.prod(t.shape) * t.element_size() for t in tensors.values())

@@ -1,0 +1,320 @@
+"""The schedule: a group is two calls of Megatron's own schedule, whichever that is (1F1B, interleaved, none).
+
+    call A, forward only, no autograd:   prompt chunks 0 .. C-1            (capture the prompt)
+    call B, forward and backward:        responses 1 .. G,                 (replay the responses)
+                                         then prompt chunks C-1 .. 0       (prompt backward; exact mode only)
+
+Why this is the gradient of the loss. Let z be the prompt's state. Then
+``dL/dtheta = sum_i dl_i/dtheta at fixed z + (dz/dtheta)^T sum_i dl_i/dz``. Replay gives the first term and
+gathers ``dl_i/dz`` on the state's rows; the prompt's chunks, run backwards from there, give the second.
+
+Invariants, on every pipeline stage:
+1. Backwards run in the order of forwards (1F1B does), so all responses' backwards precede those of the prompt,
+   and chunk c's precedes chunk c-1's: a chunk's rows have their whole gradient when its backward starts.
+2. State is written in call A only, so a forward in call B, also a recomputed one, depends on nothing that changes.
+3. Gradients are reduced over ranks once, after the last group.
+4. The number of groups may differ between data-parallel ranks; all join the one reduction.
+
+`docs/schedule.txt` has the picture; a test draws it from a real run.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_longstraw import work
+from megatron_longstraw.config import ConfigError, ScheduleConfig, check_transformer_settings
+from megatron_longstraw.prompt_state import Phase, PromptState, Runtime, Segment, StateOptions
+from megatron_longstraw.work import PromptGroup, WorkItem
+
+ForwardStep = Callable[[Iterator[WorkItem], Any], tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]]
+"""Takes the next work item, runs the model on it; returns its output and a function from the output to the
+response's share of the loss (shares are summed, never averaged) and anything to report."""
+
+
+class Observer(Protocol):
+    """Is told how a step goes, on this rank."""
+
+    def on_item(self, item: WorkItem) -> None:
+        """Before the forward of a micro-batch."""
+
+    def on_group_end(self, state: PromptState) -> None:
+        """After the last backward of a group, before its state is dropped."""
+
+
+def get_forward_backward_func(options: ScheduleConfig, observer: Observer | None = None) -> Callable[..., list[Any]]:
+    """`forward_backward` with its options set; takes the same arguments as Megatron's schedules."""
+    return functools.partial(forward_backward, options=options, observer=observer)
+
+
+def forward_backward(
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: Iterator[PromptGroup] | Sequence[Iterator[PromptGroup]],
+    model: Any,
+    num_microbatches: int,
+    seq_length: int | None = None,
+    micro_batch_size: int = 1,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    p2p_communicator: Any = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool = False,
+    options: ScheduleConfig,
+    observer: Observer | None = None,
+) -> list[Any]:
+    """Runs forward and backward of groups, with Megatron's keyword-only signature.
+
+    Args:
+        forward_step_func: as Megatron's, but its iterator yields a `WorkItem`, and its loss function returns
+            (loss, report) where losses of all responses of all ranks are summed to the objective. It is called
+            for prompt chunks too; what it returns as their loss function is not.
+        data_iterator: yields `PromptGroup`; of a list (interleaved schedule) the first is read.
+        model: model, or list of model chunks, built with a `Runtime` (see `megatron_longstraw.models`).
+        num_microbatches: groups to take from the iterator; may be 0 on some data-parallel ranks.
+        forward_only: capture and run the responses without backward.
+        options: how the schedule runs.
+        observer: is told of every micro-batch.
+        seq_length, micro_batch_size, decoder_seq_length: ignored; lengths vary, a micro-batch is one sequence.
+        first_val_step, adjust_tensor_shapes_fn, p2p_communicator, pg_collection, force_all_reduce: Megatron's.
+
+    Returns:
+        On the last pipeline stage the reports of all non-empty responses, in order; elsewhere an empty list.
+
+    Raises:
+        ConfigError: the model's Megatron settings don't allow it; names the setting.
+    """
+    if collect_non_loss_data:
+        raise ConfigError("collect_non_loss_data=True is not supported: reports come from the loss function")
+    chunks = _chunks(model)
+    check_model(chunks)
+    groups = data_iterator[0] if isinstance(data_iterator, list | tuple) else data_iterator
+    arguments = {
+        "first_val_step": first_val_step,
+        "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn,
+        "p2p_communicator": p2p_communicator,
+        "pg_collection": pg_collection,
+    }
+    config = _config(chunks)
+    finalize = config.finalize_model_grads_func
+    reports: list[Any] = []
+    with _settings(config, finalize_model_grads_func=None):
+        call = functools.partial(
+            _call_megatron,
+            forward_step_func=forward_step_func,
+            chunks=chunks,
+            observer=observer,
+            arguments=arguments,
+        )
+        for _ in range(num_microbatches):
+            reports += _run_group(next(groups), call, chunks, options, forward_only, observer)
+    if finalize is not None and not forward_only:
+        finalize(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+    return reports
+
+
+def stock_forward_backward(
+    *,
+    forward_step_func: ForwardStep,
+    groups: Sequence[PromptGroup],
+    model: Any,
+    recompute: bool = True,
+    observer: Observer | None = None,
+) -> list[Any]:
+    """The same groups through stock Megatron, for comparison: each response behind a prompt of its own.
+
+    Args:
+        recompute: with Megatron's full recomputation, one layer at a time.
+        others: as `forward_backward`.
+
+    Returns:
+        As `forward_backward`.
+    """
+    chunks = _chunks(model)
+    config = _config(chunks)
+    items = [item for group in groups for item in work.whole_sequences(group, _length_multiple(config))]
+    finalize = config.finalize_model_grads_func
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    with _settings(config, finalize_model_grads_func=None, **(full if recompute else {})):
+        reports = _call_megatron(items, forward_step_func, chunks, observer, {})
+    if finalize is not None:
+        finalize(chunks, None)
+    return reports
+
+
+def check_model(model: Any) -> None:
+    """Refuses models, Megatron settings and DDP settings under which the schedule would not be exact.
+
+    Args:
+        model: model or list of model chunks, wrapped or not.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    chunks = _chunks(model)
+    config = _config(chunks)
+    check_transformer_settings(vars(config))
+    for name in ("variable_seq_lengths", "calculate_per_token_loss"):
+        if not getattr(config, name):
+            raise ConfigError(f"{name}=False is not supported: set it to True, as lengths vary and losses are summed")
+    for name in ("grad_sync_func", "param_sync_func"):
+        if getattr(config, name) is not None:
+            raise ConfigError(f"{name} is set: gradients are reduced once, after the last group; leave it unset")
+    for chunk in chunks:
+        ddp = getattr(chunk, "ddp_config", None)
+        for name in ("overlap_grad_reduce", "overlap_param_gather", "use_megatron_fsdp"):
+            if getattr(ddp, name, False):
+                raise ConfigError(f"{name}=True is not supported: gradients are reduced once, after the last group")
+
+
+def _run_group(
+    group: PromptGroup,
+    call: Callable[..., list[Any]],
+    chunks: Sequence[Any],
+    options: ScheduleConfig,
+    forward_only: bool,
+    observer: Observer | None,
+) -> list[Any]:
+    """Capture, replay, prompt backward of one group."""
+    if not group.has_work:
+        return []
+    runtime, multiple = _runtime(chunks), _length_multiple(_config(chunks))
+    exact = options.prompt_gradient == "exact" and not forward_only
+    runtime.state = state = PromptState(len(group.prompt) - 1, _state_options(options, exact, _config(chunks)))
+    try:
+        with torch.no_grad():
+            call(work.prompt_chunks(group, Phase.CAPTURE, options.prompt_chunk_tokens, multiple), forward_only=True)
+        items = list(work.responses(group, multiple))
+        if exact:
+            items += reversed(work.prompt_chunks(group, Phase.PROMPT, options.prompt_chunk_tokens, multiple))
+        reports = call(items, forward_only=forward_only)
+        state.check_complete()
+        if observer is not None:
+            observer.on_group_end(state)
+        return reports
+    finally:
+        runtime.state = None
+        runtime.segment = Segment(phase=Phase.PLAIN, start=0, length=0)
+
+
+def _call_megatron(
+    items: Sequence[WorkItem],
+    forward_step_func: ForwardStep,
+    chunks: Sequence[Any],
+    observer: Observer | None,
+    arguments: dict[str, Any],
+    forward_only: bool = False,
+) -> list[Any]:
+    """One call of Megatron's schedule over work items; returns the reports of responses."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func as megatron_schedule
+
+    if not items:
+        return []
+    config = _config(chunks)
+    interleaved = len(chunks) > 1
+    items = work.padded(items, config.pipeline_model_parallel_size if interleaved else 1, _length_multiple(config))
+    runtime = _runtime(chunks)
+
+    def step(iterator: Iterator[WorkItem], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        item = next(iterator)
+        if observer is not None:
+            observer.on_item(item)
+        runtime.segment = item.segment
+        output, loss_func = forward_step_func(iter([item]), model)
+        return output, functools.partial(_loss, loss_func if len(item.targets) else None)
+
+    reports = megatron_schedule()(
+        forward_step_func=step,
+        data_iterator=[iter(items) for _ in chunks] if interleaved else iter(items),
+        model=list(chunks) if interleaved else chunks[0],
+        num_microbatches=len(items),
+        seq_length=1,  # lengths vary
+        micro_batch_size=1,
+        forward_only=forward_only,
+        **arguments,
+    )
+    return [report for report in reports if report is not _NOTHING]
+
+
+_NOTHING = object()
+"""What prompt chunks and idle work report."""
+
+
+def _loss(loss_func: Callable[[Tensor], tuple[Tensor, Any]] | None, output: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """What Megatron asks of a loss function: (loss, tokens to divide by: none, report)."""
+    no_tokens = torch.zeros((), dtype=torch.int, device=output.device)
+    if loss_func is None:
+        return _ZeroRoot.apply(output), no_tokens, _NOTHING
+    loss, report = loss_func(output)
+    return loss, no_tokens, report
+
+
+class _ZeroRoot(torch.autograd.Function):
+    """A loss of zero with a gradient of zero, whatever the output holds: where a prompt chunk's backward starts."""
+
+    @staticmethod
+    def forward(ctx, output):  # type: ignore[no-untyped-def]
+        ctx.like = output.shape, output.dtype, output.device
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):  # type: ignore[no-untyped-def]
+        shape, dtype, device = ctx.like
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _state_options(options: ScheduleConfig, exact: bool, config: Any) -> StateOptions:
+    dtype = torch.float32 if options.state_gradient_dtype == "float32" else config.params_dtype
+    return StateOptions(
+        page_tokens=options.page_tokens,
+        attention_block_tokens=options.attention_block_tokens,
+        gradient_dtype=dtype if exact else None,
+    )
+
+
+def _chunks(model: Any) -> list[Any]:
+    return list(model) if isinstance(model, list | tuple) else [model]
+
+
+def _config(chunks: Sequence[Any]) -> Any:
+    from megatron.core.utils import get_model_config
+
+    return get_model_config(chunks[0])
+
+
+def _runtime(chunks: Sequence[Any]) -> Runtime:
+    from megatron.core.utils import get_attr_wrapped_model
+
+    try:
+        runtime = get_attr_wrapped_model(chunks[0], "runtime")
+    except RuntimeError:
+        runtime = None
+    if not isinstance(runtime, Runtime):
+        raise ConfigError(
+            f"{type(chunks[0]).__name__} has no prompt runtime: build the model with megatron_longstraw.models"
+        )
+    return runtime
+
+
+def _length_multiple(config: Any) -> int:
+    return config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+
+@contextlib.contextmanager
+def _settings(config: Any, **values: Any) -> Iterator[None]:
+    """Sets fields of a config for a while."""
+    before = {name: getattr(config, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
