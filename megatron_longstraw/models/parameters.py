@@ -72,12 +72,16 @@ def named_parameters(model_chunks: Sequence[Any]) -> Iterator[NamedParameter]:
     for chunk in model_chunks:
         offset = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
         for name, parameter in chunk.named_parameters():
-            full_name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda m: str(int(m[0]) + offset), name)
+            full_name = _whole_model_name(name, offset)
             cut = size > 1 and getattr(parameter, "tensor_model_parallel", False)
             shard = Shard(
                 parameter.partition_dim if cut else None, getattr(parameter, "partition_stride", 1), rank, size
             )
             yield NamedParameter(full_name, parameter, shard)
+
+
+def _whole_model_name(name: str, layer_offset: int) -> str:
+    return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda m: str(int(m[0]) + layer_offset), name)
 
 
 def initialize_weights(model_chunks: Sequence[Any], seed: int) -> None:
