@@ -7,10 +7,8 @@ import argparse
 import dataclasses
 import itertools
 import json
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ torchrun --nproc-per-node N -m megatron_longstraw train --config FILE --rollouts
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command; exits with 0, with 1 where `compare` finds a difference, or with 2 on wrong input."""
     options = _parser().parse_args(arguments)
-    _quiet()
     try:
         status = options.run(options)
     except _user_errors() as error:
@@ -35,13 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except _peer_errors():
         status = 2  # the rank that failed says why
     sys.exit(status)
-
-
-def _quiet() -> None:
-    """Megatron and torch warn of each optional package that is missing, on every rank; `train` says what is used."""
-    warnings.filterwarnings("ignore", module=r"megatron\..*")
-    for name in ("megatron", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,6 +108,7 @@ def _start(options: argparse.Namespace) -> tuple[RunConfig, Any]:
     """Joins the ranks, reads the configuration, and lays Megatron's groups out; fails on all ranks together."""
     from megatron_longstraw import distributed
 
+    distributed.quiet()
     device = distributed.start()
     run, error = None, None
     try:

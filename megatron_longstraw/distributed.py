@@ -1,7 +1,9 @@
 """Starts the process group and lays Megatron's parallel groups over it; agreement between ranks."""
 
 import functools
+import logging
 import os
+import warnings
 from datetime import timedelta
 
 import torch
@@ -9,6 +11,13 @@ import torch.distributed as dist
 
 from megatron_longstraw import cpu_platform
 from megatron_longstraw.config import ConfigError, ParallelConfig
+
+
+def quiet() -> None:
+    """Silences what Megatron and torch warn of on every rank: each optional package that is not installed."""
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def start() -> torch.device:

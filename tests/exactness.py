@@ -25,7 +25,7 @@ LAYOUTS = [
 TINY = ModelConfig(
     vocab_size=256,
     transformer={
-        "num_layers": 8,
+        "num_layers": 4,
         "hidden_size": 32,
         "ffn_hidden_size": 48,
         "num_attention_heads": 4,
@@ -39,7 +39,10 @@ UNEVEN = ScheduleConfig(prompt_chunk_tokens=32, page_tokens=7, attention_block_t
 
 def tiny_run(layout: Layout, **changes: Any) -> RunConfig:
     parallel = ParallelConfig(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, ep=layout.ep)
-    fields: dict[str, Any] = {"model": TINY, "parallel": parallel, "schedule": UNEVEN, "dtype": "float32"}
+    model = TINY
+    if layout.pp * (layout.vpp or 1) > 4:
+        model = replace(TINY, transformer={**TINY.transformer, "num_layers": 8})
+    fields: dict[str, Any] = {"model": model, "parallel": parallel, "schedule": UNEVEN, "dtype": "float32"}
     return RunConfig(**{**fields, **changes})
 
 
@@ -141,9 +144,8 @@ def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str =
                 "ours": parts(ours.gradients),
             }
         )
-        with torch.no_grad():
-            for p in parameters:
-                p.parameter -= 0.5 * ours.gradients[p.name]
+        for p in parameters:
+            p.parameter.data.sub_(ours.gradients[p.name], alpha=0.5)
     return result
 
 

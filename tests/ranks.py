@@ -115,8 +115,9 @@ class _Pool:
 
 def _serve(rank: int, world_size: int, port: int, connection: Connection) -> None:
     """The life of a rank process: takes bodies, answers (fine, result or traceback)."""
-    from megatron_longstraw import cpu_platform
+    from megatron_longstraw import cpu_platform, distributed
 
+    distributed.quiet()
     cpu_platform.install()
     import torch
 
