@@ -27,11 +27,11 @@ def start() -> torch.device:
         This rank's device.
 
     Raises:
-        RuntimeError: the process was not started by torchrun.
+        ConfigError: the process was not started by torchrun.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
     if missing:
-        raise RuntimeError(
+        raise ConfigError(
             f"{', '.join(missing)} not set: start ranks with torchrun --nproc-per-node N -m megatron_longstraw ..."
         )
     if torch.cuda.is_available():

@@ -40,7 +40,7 @@ def test_prompt_costs_its_state_and_no_more(ranks: Ranks) -> None:
         for prompt in (1025, 4097)
     }
     row = 4 * 2 * 2 * 8 * (4 + 4)  # layers x (key, value) x heads x dim x (row and gradient)
-    ids = 8 * 8  # the prompt's, and what is cut from it
+    ids = 8
     ours = peaks["longstraw", 4097] - peaks["longstraw", 1025]
     assert ours <= 3072 * (row + ids), (ours / 3072, row)
     assert ours >= 3072 * row

@@ -60,10 +60,10 @@ def _record() -> list[Event]:
     return events
 
 
-def _draw(by_rank: list[list[Event]], chunks: int) -> list[str]:
+def _draw(by_rank: list[list[Event]]) -> list[str]:
     """Puts events on a clock: each takes one tick, after those before it on its rank and those it depends on."""
     ends: dict[tuple[str, str, int], int] = {}
-    stages = len(by_rank)
+    stages, chunks = len(by_rank), 1 + max(chunk for recorded in by_rank for *_, chunk in recorded)
     lines = [""] * stages
     position = [0] * stages
     clock = [0] * stages
@@ -98,7 +98,7 @@ def events(ranks: Ranks) -> dict[str, list[list[Event]]]:
     return {str(layout): ranks.run(layout, _record) for layout in (Layout(), Layout(pp=2), Layout(pp=4, vpp=2))}
 
 
-def test_picture_is_that_of_a_run(events: dict[str, list[list[Event]]]) -> None:
+def test_picture_is_that_of_a_run(events: dict[str, list[list[Event]]], tmp_path: Path) -> None:
     text = [
         f"One group on a pipeline: a prompt of {CHUNKS} chunks, {RESPONSES} responses. Drawn by tests/test_picture.py",
         "from a real run; every forward and backward is one tick.",
@@ -107,17 +107,17 @@ def test_picture_is_that_of_a_run(events: dict[str, list[list[Event]]]) -> None:
         "lower case: forward   UPPER CASE: backward",
         "",
         "no pipeline",
-        *_draw(events["tp1"], 1),
+        *_draw(events["tp1"]),
         "",
         "1F1B, 2 stages",
-        *_draw(events["pp2"], 1),
+        *_draw(events["pp2"]),
         "",
         "interleaved, 4 stages x 2 model chunks",
-        *_draw(events["pp4-vpp2"], 2),
+        *_draw(events["pp4-vpp2"]),
     ]
-    assert PICTURE.read_text() == "\n".join(text) + "\n", "docs/schedule.txt is stale: write it anew\n" + "\n".join(
-        text
-    )
+    drawn = tmp_path / "schedule.txt"
+    drawn.write_text("\n".join(text) + "\n")
+    assert PICTURE.is_file() and PICTURE.read_text() == drawn.read_text(), f"stale: cp {drawn} {PICTURE}"
 
 
 def test_backwards_keep_the_order_that_exactness_needs(events: dict[str, list[list[Event]]]) -> None:
