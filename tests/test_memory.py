@@ -18,7 +18,9 @@ def _peak(schedule: str, prompt: int, responses: int) -> dict[str, Any]:
     from megatron_longstraw.trainer import build_ddp_model
 
     layout = Layout(tp=ps.get_tensor_model_parallel_world_size(), pp=ps.get_pipeline_model_parallel_world_size())
-    run = tiny_run(layout, schedule=ScheduleConfig(prompt_chunk_tokens=256, log_prob_block_tokens=64))
+    run = tiny_run(
+        layout, schedule=ScheduleConfig(prompt_chunk_tokens=256, attention_block_tokens=256, log_prob_block_tokens=64)
+    )
     generator = np.random.default_rng(0)
     rollouts = [group("g", prompt, *(response(generator, 40) for _ in range(responses)))]
     result = run_schedule(schedule, build_ddp_model(run), rollouts, run, torch.device("cpu"))
