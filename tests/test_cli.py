@@ -139,7 +139,7 @@ def _one_lacks_its_file(folder: str) -> tuple[int, str]:
         (_changed(responses=[]), [], "responses"),
         (_changed(), ["--set", "schedule.chunk=3"], "unknown key schedule.chunk"),
         (_changed(), ["--tp", "3"], "parallel.tp=3"),
-        (_changed(), ["--tp", "1", "--pp", "4", "--set", "model.transformer.num_layers=4"], "start a multiple of 4 ranks"),
+        (_changed(), ["--pp", "4", "--set", "model.transformer.num_layers=4"], "start a multiple of 8 ranks"),
         (_changed(), ["--set", "model.transformer.hidden_dropout=0.1"], "hidden_dropout=0.1"),
         (_changed(), ["--set", "model.transformer.recompute_granularity=full"], "recompute_granularity='full'"),
         (_changed(), ["--set", "model.transformer.no_such_field=1"], "no_such_field"),
