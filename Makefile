@@ -21,10 +21,10 @@ demo: venv ## run the demo on this machine's CPU
 	@$(python) -m megatron_longstraw demo
 
 test: venv ## CPU tests
-	@OMP_NUM_THREADS=1 $(python) -m pytest
+	@OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(python) -m pytest
 
 test-slow: venv ## the tests that take minutes
-	@OMP_NUM_THREADS=1 $(python) -m pytest -m slow
+	@OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(python) -m pytest -m slow
 
 test-gpu: venv ## the tests that need a CUDA device
 	@$(python) -m pytest -m gpu

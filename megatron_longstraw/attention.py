@@ -18,6 +18,7 @@ dimension, W ranks that share rows. Statistics (lse) and merged results are floa
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +28,8 @@ from torch import Tensor
 from megatron_longstraw.prompt_state import OwnedRows, Segment
 
 _aten = torch.ops.aten
-_QUERY_BLOCK = 1024
-"""Queries in one block of the matrix-product kernel; its scores are [H, 1024, S]."""
+_SCORE_BYTES = 2**28
+"""What the scores of one block of queries may take in the matrix-product kernel; backward has some three of them."""
 
 
 @dataclass(frozen=True)
@@ -216,8 +217,8 @@ def _attend_backward(
 
 def _matmul_attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
-    for first in range(0, q.shape[1], _QUERY_BLOCK):
-        block = slice(first, first + _QUERY_BLOCK)
+    for block in _query_blocks(q, k):
+        first = block.start
         scores = _scores(q[:, block], k, first if causal else None, scale)
         lse[:, block] = scores.logsumexp(-1)
         p = (scores - lse[:, block, None]).exp_()
@@ -229,8 +230,8 @@ def _matmul_attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for first in range(0, q.shape[1], _QUERY_BLOCK):
-        block = slice(first, first + _QUERY_BLOCK)
+    for block in _query_blocks(q, k):
+        first = block.start
         p = (_scores(q[:, block], k, first if causal else None, scale) - lse[:, block, None]).exp_()
         dv += _per_key_head(p, dout[:, block], k.shape[0])
         delta = (dout[:, block] * out[:, block]).sum(-1, keepdim=True)
@@ -238,6 +239,11 @@ def _matmul_attend_backward(
         dq[:, block] = _per_query_head(ds, k)
         dk += _per_key_head(ds, q[:, block], k.shape[0])
     return dq, dk, dv
+
+
+def _query_blocks(q: Tensor, k: Tensor) -> Iterator[slice]:
+    tokens = max(_SCORE_BYTES // (q.shape[0] * k.shape[1] * q.element_size()), 1)
+    return (slice(first, first + tokens) for first in range(0, q.shape[1], tokens))
 
 
 def _scores(q: Tensor, k: Tensor, causal_from: int | None, scale: float) -> Tensor:

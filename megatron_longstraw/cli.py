@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="longstraw", usage=_USAGE, description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", prog="longstraw")
 
     train = commands.add_parser("train", help="train over a rollout file (under torchrun)")
     _add_run_options(train)
@@ -159,8 +159,8 @@ def _compare(options: argparse.Namespace) -> int:
 
     with together(ValueError, OSError):
         groups = list(itertools.islice(run_reader(run, options.rollouts)(), options.limit))
-        if not options.json.parent.is_dir():
-            raise ConfigError(f"--json {options.json}: the folder {options.json.parent} does not exist")
+        if dist.get_rank() == 0:
+            options.json.open("a").close()  # before hours of work, see that it can be written
     head = {"config": dataclasses.asdict(run), "stock_attention": options.stock_attention}
     entries: list[dict[str, Any]] = []
 
@@ -201,7 +201,7 @@ def _leave(status: int) -> int:
 def _user_errors() -> tuple[type[BaseException], ...]:
     from megatron_longstraw.rollouts import RolloutError
 
-    errors: list[type[BaseException]] = [ConfigError, RolloutError, FileNotFoundError, PermissionError]
+    errors: list[type[BaseException]] = [ConfigError, RolloutError, OSError]
     if "torch" in sys.modules:
         from megatron_longstraw.measure import NonFiniteGradientError
 

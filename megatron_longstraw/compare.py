@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_longstraw.config import RunConfig
@@ -85,6 +86,8 @@ def run_schedule(
     forward_step = grpo_forward_step(run, keep_log_probs=True)
     for chunk in model:
         chunk.zero_grad_buffer()
+    # Megatron's shared buffers only grow: what another run left there is not this one's
+    parallel_state.get_global_memory_buffer().buffer.clear()
     start = time.perf_counter()
     with PeakBytes(persistent_tensors(model)) as memory:
         if name == "stock":

@@ -77,7 +77,7 @@ class ParallelConfig:
         for name in ("tp", "pp", "ep"):
             _at_least(f"parallel.{name}", getattr(self, name), 1)
         if self.vpp is not None:
-            _at_least("parallel.vpp", self.vpp, 1)
+            _at_least("parallel.vpp", self.vpp, 2)
             if self.pp == 1:
                 raise ConfigError(f"parallel.vpp={self.vpp} needs parallel.pp > 1: got pp=1")
             if self.pp == 2:
@@ -217,8 +217,14 @@ class RunConfig:
         _at_least("seed", self.seed, 0)
         tp, pp, heads = self.parallel.tp, self.parallel.pp, self.model.transformer["num_attention_heads"]
         layers = self.model.transformer["num_layers"]
-        kv_heads = self.model.transformer.get("num_query_groups") or heads
+        kv_heads = self.model.transformer.get("num_query_groups")
+        kv_heads = heads if kv_heads is None else kv_heads
         _positive_integer("model.transformer.num_query_groups", kv_heads)
+        ffn = self.model.transformer.get("ffn_hidden_size")
+        if ffn is not None:
+            _positive_integer("model.transformer.ffn_hidden_size", ffn)
+            if ffn % tp:
+                raise ConfigError(f"model.transformer.ffn_hidden_size={ffn} must be a multiple of parallel.tp={tp}")
         if heads % kv_heads:
             raise ConfigError(
                 f"model.transformer.num_attention_heads={heads} must be a multiple of num_query_groups={kv_heads}"
@@ -316,7 +322,7 @@ def load_config(path: str | Path, overrides: Sequence[tuple[str, Any]] = ()) -> 
         ConfigError: the file can't be read, or a key is unknown, missing or contradicts another.
     """
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        tree = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: can't be read as YAML: {error}") from error
     if not isinstance(tree, dict):
@@ -327,6 +333,19 @@ def load_config(path: str | Path, overrides: Sequence[tuple[str, Any]] = ()) -> 
         return _build(RunConfig, tree, "")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """A safe loader that refuses a key that stands twice, of which YAML would drop the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if str(key) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+            seen.add(str(key))
+        return super().construct_mapping(node, deep)
 
 
 def parse_override(text: str) -> tuple[str, Any]:

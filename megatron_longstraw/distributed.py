@@ -14,6 +14,10 @@ import torch.distributed as dist
 from megatron_longstraw import cpu_platform
 from megatron_longstraw.config import ConfigError, ParallelConfig
 
+_TIMEOUT = timedelta(hours=24)
+"""Of every collective. A data-parallel rank with few or short groups waits for the one with the most in the one
+reduction at the end of a step, and torchrun ends all ranks when one dies."""
+
 
 def quiet() -> None:
     """Silences what Megatron and torch warn of on every rank: each optional package that is not installed."""
@@ -43,11 +47,10 @@ def start() -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device, timeout=_TIMEOUT)
         return device
     cpu_platform.install()
-    # a CPU rehearsal may compute for long between two collectives
-    dist.init_process_group("gloo", timeout=timedelta(hours=2))
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
     return torch.device("cpu")
 
 
@@ -68,6 +71,7 @@ def initialize_model_parallel(parallel: ParallelConfig) -> None:
         virtual_pipeline_model_parallel_size=parallel.vpp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=int(_TIMEOUT.total_seconds() // 60),
         create_gloo_process_groups=False,
     )
     random.model_parallel_cuda_manual_seed(0, force_reset_rng=True)  # nothing random is left in a step
@@ -125,7 +129,7 @@ def consecutive_group(size: int) -> dist.ProcessGroup:
     mine = None
     for first in range(0, dist.get_world_size(), size):
         ranks = list(range(first, first + size))
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=_TIMEOUT)
         if dist.get_rank() in ranks:
             mine = group
     assert mine is not None

@@ -23,7 +23,7 @@ _PHASES = {
 
 
 PHASES = ("capture", "replay", "prompt_backward")
-"""The phases of our schedule, by the names that seconds and tokens go by."""
+"""The phases of our schedule, by the names that seconds go by."""
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -31,7 +31,7 @@ class NonFiniteGradientError(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the gradient is not finite; the weights are as before this step: "
+            "the gradient is not finite; the weights of the steps before are saved: "
             "look at the learning rate, and at old_logprobs and ref_logprobs in the rollouts"
         )
 
@@ -98,7 +98,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 class StepMeter:
-    """An observer of the schedule: seconds and tokens by phase, bytes of state, and a progress line.
+    """An observer of the schedule: seconds by phase, bytes of state, and a progress line.
 
     Seconds are this rank's wall-clock time from the first micro-batch of a phase to the first of the next. Under
     pipeline parallelism phases overlap, so there they say where this rank's time goes, not how long a phase is.
@@ -110,7 +110,6 @@ class StepMeter:
 
     def __init__(self, groups: Sequence[PromptGroup], screen: TextIO | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        self.tokens: dict[str, int] = {}
         self.state_bytes = self.state_gradient_bytes = 0
         self._groups = [g for g in groups if g.has_work]
         self._group = 0
@@ -118,6 +117,7 @@ class StepMeter:
         self._phase_start = self._last_shown = time.perf_counter()
         self._phase_tokens = 0
         self._screen = screen
+        self._show_every = 0.5 if screen is not None and screen.isatty() else 10.0  # a log is not a screen
 
     def on_item(self, item: WorkItem) -> None:
         phase = item.segment.phase
@@ -126,7 +126,7 @@ class StepMeter:
         if phase is not self._phase:
             self._end_phase()
             self._phase = phase
-        elif self._screen is not None and time.perf_counter() - self._last_shown > 0.5:
+        elif self._screen is not None and time.perf_counter() - self._last_shown > self._show_every:
             self._show()
         self._phase_tokens += item.segment.length
 
@@ -150,7 +150,6 @@ class StepMeter:
         if self._phase is not None:
             name = _PHASES[self._phase]
             self.seconds[name] = self.seconds.get(name, 0.0) + now - self._phase_start
-            self.tokens[name] = self.tokens.get(name, 0) + self._phase_tokens
         self._phase, self._phase_start, self._phase_tokens = None, now, 0
 
     def _show(self) -> None:

@@ -170,10 +170,11 @@ def policy_loss(
 
     Returns:
         The share, a scalar with a gradient path to `log_probs` (and `entropy`) also if nothing is trained; and
-        detached scalars, each a sum over tokens, weighted like the loss. Added over all responses of the batch they
-        are, under "token-mean", means over its trained tokens:
+        detached scalars, each a sum over tokens, weighted like the loss. Added over all responses of the batch and
+        divided by the added "weight" they are weighted means over its trained tokens:
 
         - "loss": the share
+        - "weight": the tokens' weights
         - "clip_fraction": tokens whose gradient a clip took away (the range's, or the dual clip)
         - "kl": k3 in nats, without kl_coef; only if there are ref_log_probs
         - "entropy": nats, without entropy_coef; only if `entropy` is given
@@ -194,7 +195,7 @@ def policy_loss(
     old = log_probs.detach() if targets.old_log_probs is None else constant(targets.old_log_probs)
     losses, clipped = _clipped_losses(log_probs - old, advantages, config)
     loss = (weights * losses).sum()
-    metrics = {"clip_fraction": (weights * clipped).sum()}
+    metrics = {"weight": weights.sum(), "clip_fraction": (weights * clipped).sum()}
     if targets.ref_log_probs is not None:
         kl = (weights * _k3(log_probs, constant(targets.ref_log_probs))).sum()
         metrics["kl"] = kl.detach()

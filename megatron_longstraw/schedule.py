@@ -40,7 +40,7 @@ class Observer(Protocol):
     """Is told how a step goes, on this rank."""
 
     def on_item(self, item: WorkItem) -> None:
-        """Before the forward of a micro-batch."""
+        """Before the forward of a micro-batch, through the first model chunk of the rank."""
 
     def on_group_end(self, state: PromptState) -> None:
         """After the last backward of a group, before its state is dropped."""
@@ -103,6 +103,7 @@ def forward_backward(
         "pg_collection": pg_collection,
     }
     config = _config(chunks)
+    _runtime(chunks).recompute = options.recompute
     finalize = config.finalize_model_grads_func
     reports: list[Any] = []
     with _settings(config, finalize_model_grads_func=None):
@@ -195,7 +196,8 @@ def _run_group(
         items = work.responses(group, multiple)
         if exact:
             items += reversed(work.prompt_chunks(group, Phase.PROMPT, options.prompt_chunk_tokens, multiple))
-        reports = call(items, forward_only=forward_only)
+        with torch.set_grad_enabled(not forward_only):
+            reports = call(items, forward_only=forward_only)
         state.check_complete()
         if observer is not None:
             observer.on_group_end(state)
@@ -225,7 +227,7 @@ def _call_megatron(
 
     def step(iterator: Iterator[WorkItem], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         item = next(iterator)
-        if observer is not None:
+        if observer is not None and model is chunks[0]:
             observer.on_item(item)
         runtime.segment = item.segment
         output, loss_func = forward_step_func(iter([item]), model)

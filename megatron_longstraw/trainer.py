@@ -20,14 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_longstraw.config import ConfigError, RunConfig
-from megatron_longstraw.distributed import together
+from megatron_longstraw.distributed import PeerError, together
 from megatron_longstraw.measure import PHASES, NonFiniteGradientError, PeakBytes, StepMeter, screen_of
 from megatron_longstraw.models import DTYPES, build_model
 from megatron_longstraw.models.layers import HeadInput, log_prob_head
 from megatron_longstraw.models.parameters import named_parameters
 from megatron_longstraw.objectives import TokenTargets, policy_loss, prepare_batch
 from megatron_longstraw.rollouts import RolloutGroup, load_tokenizer, read_groups
-from megatron_longstraw.schedule import ForwardStep, forward_backward
+from megatron_longstraw.schedule import ForwardStep, check_model, forward_backward
 from megatron_longstraw.work import PromptGroup, WorkItem
 
 
@@ -124,8 +124,8 @@ def grpo_forward_step(run: RunConfig, keep_log_probs: bool = False) -> ForwardSt
 
 
 def summed_reports(reports: Sequence[dict[str, Tensor]], device: torch.device) -> dict[str, float]:
-    """Sums of the responses' scalars over all ranks that have them; the same on every rank."""
-    names = ("loss", "clip_fraction", "kl", "entropy")
+    """The loss, summed over all ranks' responses, and weighted means of what else they report; on every rank."""
+    names = ("loss", "weight", "clip_fraction", "kl", "entropy")
     totals = torch.zeros(len(names), dtype=torch.float64, device=device)
     present = torch.zeros(len(names), dtype=torch.float64, device=device)
     if parallel_state.get_tensor_model_parallel_rank() == 0:  # the TP ranks of the last stage report the same
@@ -136,7 +136,9 @@ def summed_reports(reports: Sequence[dict[str, Tensor]], device: torch.device) -
                     present[i] = 1
     dist.all_reduce(totals)
     dist.all_reduce(present)
-    return {name: totals[i].item() for i, name in enumerate(names) if name == "loss" or present[i] > 0}
+    sums = {name: totals[i].item() for i, name in enumerate(names) if name == "loss" or present[i] > 0}
+    weight = sums.pop("weight", 0.0) or 1.0
+    return {name: value if name == "loss" else value / weight for name, value in sums.items()}
 
 
 class Trainer:
@@ -149,7 +151,6 @@ class Trainer:
     """
 
     def __init__(self, run: RunConfig, steps: int, device: torch.device) -> None:
-        check_trainable(run)
         self.run, self.device = run, device
         self.model = build_ddp_model(run)
         optimizer = run.optimizer
@@ -170,14 +171,14 @@ class Trainer:
             self.model,
             use_gloo_process_groups=False,
         )
-        warmup = min(optimizer.lr_warmup_steps, steps - 1)
+        check_model(self.model)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
             max_lr=optimizer.lr,
             min_lr=optimizer.min_lr,
-            lr_warmup_steps=warmup,
-            lr_decay_steps=max(steps, warmup + 1),
+            lr_warmup_steps=optimizer.lr_warmup_steps,
+            lr_decay_steps=steps,
             lr_decay_style=optimizer.lr_decay_style,
             start_wd=optimizer.weight_decay,
             end_wd=optimizer.weight_decay,
@@ -232,7 +233,8 @@ class Trainer:
     def _check_finite(self) -> None:
         """Stops all ranks, with the weights as they were, where any rank's gradient is not finite."""
         buffers = [b for chunk in self.model for b in chunk.buffers + chunk.expert_parallel_buffers]
-        finite = all(bool(buffer.grad_data.isfinite().all()) for buffer in buffers)
+        # in pieces: isfinite makes a copy
+        finite = all(bool(piece.isfinite().all()) for b in buffers for piece in b.grad_data.split(2**24))
         with together(NonFiniteGradientError):
             if not finite:
                 raise NonFiniteGradientError
@@ -263,8 +265,12 @@ def persistent_tensors(model: Sequence[Any]) -> list[Tensor]:
     return tensors
 
 
-def check_trainable(run: RunConfig) -> None:
+def check_trainable(run: RunConfig, steps: int) -> None:
     """Raises ConfigError where the optimizer can't take the run."""
+    if run.optimizer.lr_warmup_steps >= steps:
+        raise ConfigError(
+            f"optimizer.lr_warmup_steps={run.optimizer.lr_warmup_steps}: needs less than the run's {steps} steps"
+        )
     if run.dtype == "float64":
         raise ConfigError("dtype=float64 is for compare: Megatron's distributed optimizer takes float32 and bfloat16")
 
@@ -300,14 +306,16 @@ def train(run: RunConfig, rollouts: Path, output: Path, steps: int | None, devic
         RolloutError, ConfigError: the input can't be used; on every rank.
     """
     with together(ValueError, OSError):
-        check_trainable(run)
+        if rollouts.exists() and not rollouts.is_file():
+            raise ConfigError(f"--rollouts {rollouts}: needs a regular file, which is read more than once")
         read = run_reader(run, rollouts)
         count = sum(1 for _ in read())
+        steps = -(-count // run.data.groups_per_step) if steps is None else steps
+        check_trainable(run, steps)
         if dist.get_rank() == 0:
             output.mkdir(parents=True, exist_ok=True)
             if (output / "metrics.jsonl").exists():
                 raise ConfigError(f"--output {output}: a run's metrics.jsonl is there already; name another folder")
-    steps = -(-count // run.data.groups_per_step) if steps is None else steps
     trainer = Trainer(run, steps, device)
     groups = itertools.chain.from_iterable(read() for _ in itertools.count())
     batches = _batches(groups, run.data.groups_per_step, count)
@@ -315,7 +323,11 @@ def train(run: RunConfig, rollouts: Path, output: Path, steps: int | None, devic
     for step in range(1, steps + 1):
         with together(ValueError, OSError):
             batch = next(batches)
-        metrics = {"step": step, **trainer.step(batch)}
+        try:
+            metrics = {"step": step, **trainer.step(batch)}
+        except (NonFiniteGradientError, PeerError):  # on all ranks together
+            trainer.save(output / "weights")
+            raise
         if log is not None:
             log.write(json.dumps(metrics) + "\n")
             log.flush()

@@ -59,7 +59,7 @@ def test_equals_dense(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if kernel == "matmul":  # what runs on CUDA in float32 and float64
-        monkeypatch.setattr(attention, "_QUERY_BLOCK", 5)
+        monkeypatch.setattr(attention, "_SCORE_BYTES", 5000)
         monkeypatch.setattr(attention, "_attend", attention._matmul_attend)
         monkeypatch.setattr(attention, "_attend_backward", attention._matmul_attend_backward)
     q, k, v, dout = _inputs(prompt, tokens, heads, kv_heads, dtype)

@@ -59,6 +59,9 @@ def test_defaults(tmp_path: Path) -> None:
         ("parallel.tp", 0, "parallel.tp=0: needs an integer >= 1"),
         ("parallel.pp", 3, "num_layers=4 must be a multiple of parallel.pp * vpp = 3"),
         ("parallel.vpp", 2, "parallel.vpp=2 needs parallel.pp > 1"),
+        ("parallel.vpp", 1, "parallel.vpp=1: needs an integer >= 2"),
+        ("model.transformer.num_query_groups", 0, "num_query_groups=0: needs an integer >= 1"),
+        ("model.transformer.ffn_hidden_size", "x", "ffn_hidden_size='x': needs an integer >= 1"),
         ("parallel.ep", 2, "parallel.ep=2 needs experts"),
         ("parallel.sequence_parallel", True, "parallel.sequence_parallel=true needs parallel.tp > 1"),
         ("schedule.prompt_chunk_tokens", 0, "schedule.prompt_chunk_tokens=0: needs an integer >= 1"),
@@ -107,6 +110,7 @@ def test_contradictions_of_two_keys(tmp_path: Path) -> None:
         ("", "needs a mapping with a 'model' section, got NoneType"),
         ("- 1", "got list"),
         ("model: [", "can't be read as YAML"),
+        ("seed: 1\nmodel: {}\nseed: 2", "key 'seed' stands twice"),
         ("seed: 1", "model is missing"),
         ("model: {vocab_size: 8}", "model.transformer.num_layers is missing"),
         (

@@ -391,7 +391,8 @@ def test_metrics_are_means_over_trained_tokens_under_token_mean() -> None:
         (g, i, t) for g, x in enumerate(groups) for i, r in enumerate(x.responses) for t in np.flatnonzero(r.mask)
     ]
     sums = {name: sum(m[name].item() for m in metrics) for name in metrics[0]}
-    assert set(sums) == {"loss", "clip_fraction", "kl", "entropy"}
+    assert set(sums) == {"loss", "weight", "clip_fraction", "kl", "entropy"}
+    assert sums["weight"] == pytest.approx(1.0)
     assert sums["loss"] == pytest.approx(sum(losses).item())
     assert sums["entropy"] == pytest.approx(np.mean([entropies[g][i][t] for g, i, t in trained]))
     d = [groups[g].responses[i].ref_log_probs[t] - log_probs[g][i][t] for g, i, t in trained]  # type: ignore[index]

@@ -1,28 +1,18 @@
 """Acceptance on real agent histories: `compare` on every layout, `train` over the whole file."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.exactness import LAYOUTS
 from tests.ranks import Layout
+from tests.torchrun import ROOT, torchrun
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "examples" / "dense" / "tiny.yaml"
 BOUND = {"float32": 1e-5, "float64": 1e-9}
-
-
-def _torchrun(ranks: int, *arguments: Any) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "megatron_longstraw", *map(str, arguments)]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
 
 
 def _parallel(layout: Layout) -> list[str]:
@@ -34,9 +24,9 @@ def _parallel(layout: Layout) -> list[str]:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_compare(agent_rollouts: Path, tmp_path: Path, layout: Layout, dtype: str) -> None:
     out = tmp_path / "out.json"
-    _torchrun(
+    torchrun(
         layout.world_size, "compare", "--config", CONFIG, "--rollouts", agent_rollouts, "--limit", 3,
-        "--max-prompt-tokens", 4096, "--dtype", dtype, "--json", out, *_parallel(layout),
+        "--max-prompt-tokens", 4096, "--dtype", dtype, "--json", out, *_parallel(layout), check=True,
     )  # fmt: skip
     result = json.loads(out.read_text())
     assert result["passed"]
@@ -51,10 +41,10 @@ def test_compare(agent_rollouts: Path, tmp_path: Path, layout: Layout, dtype: st
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
 def test_train_over_all_groups(agent_rollouts: Path, tmp_path: Path, layout: Layout) -> None:
     """A smaller model: with prompts to 42k tokens attention takes all the time, and it grows with layers x width."""
-    _torchrun(
+    torchrun(
         2, "train", "--config", CONFIG, "--rollouts", agent_rollouts, "--output", tmp_path / "run",
         "--set", "data.groups_per_step=4", "--set", "model.transformer.num_layers=2",
-        "--set", "model.transformer.hidden_size=32", *_parallel(layout),
+        "--set", "model.transformer.hidden_size=32", *_parallel(layout), check=True,
     )  # fmt: skip
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum(line["groups"] for line in lines) == 30

@@ -33,7 +33,6 @@ def build_model(run: RunConfig, *, plain_attention: str = "longstraw") -> list[P
     config = transformer_config(run)
     backend, _ = resolve_backend(run.model.backend)
     runtime = Runtime()
-    runtime.recompute = run.schedule.recompute
     spec = gqa_layer_spec(config, backend, runtime, plain_attention)
     chunks = []
     for vp_stage in range(run.parallel.vpp) if run.parallel.vpp else [None]:

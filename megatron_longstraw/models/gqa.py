@@ -139,6 +139,9 @@ def gqa_layer_spec(
     config: Any, backend: BackendSpecProvider, runtime: Runtime, plain_attention: str = "longstraw"
 ) -> ModuleSpec:
     """Spec of one dense layer: Megatron's modules with `PromptCoreAttention` in them."""
+    if config.num_query_groups < config.tensor_model_parallel_size:
+        # all ranks make groups together, also one whose stage has no such layer
+        consecutive_group(config.tensor_model_parallel_size // config.num_query_groups)
     fused = backend.fuse_layernorm_and_linear()
     rms = config.normalization == "RMSNorm"
     norm = IdentityOp if fused else backend.layer_norm(rms_norm=rms)

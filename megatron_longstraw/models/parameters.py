@@ -73,6 +73,8 @@ def named_parameters(model_chunks: Sequence[Any]) -> Iterator[NamedParameter]:
         offset = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
         for name, parameter in chunk.named_parameters():
             full_name = _whole_model_name(name, offset)
+            if chunk.share_embeddings_and_output_weights and full_name == "output_layer.weight":
+                full_name = "embedding.word_embeddings.weight"  # the last pipeline stage's copy
             cut = size > 1 and getattr(parameter, "tensor_model_parallel", False)
             shard = Shard(
                 parameter.partition_dim if cut else None, getattr(parameter, "partition_stride", 1), rank, size

@@ -1,0 +1,23 @@
+"""The command line under torchrun, on CPU ranks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def torchrun(ranks: int, *arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs ``python -m megatron_longstraw`` on ranks of this machine, from the checkout.
+
+    Args:
+        ranks: number of ranks.
+        arguments: of the command.
+        options: of subprocess.run.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "megatron_longstraw", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=ROOT, env=environment, text=True, **options)
