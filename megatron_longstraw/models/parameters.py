@@ -1,8 +1,9 @@
 """Parameters by the names and shapes they have on one rank, whatever the layout.
 
 A rank holds a shard of some of the model's parameters. `named_parameters` gives each the name it has in the
-whole model, and `Shard` cuts it from, and joins it to, the whole tensor. Initial weights are drawn per whole
-parameter from its name, so they are the same under every layout.
+whole model (layers numbered over all stages, experts over all ranks), and `Shard` cuts it from, and joins it to,
+the whole tensor. Initial weights are drawn per whole parameter from its name, so they are the same under every
+layout.
 """
 
 import hashlib
@@ -16,6 +17,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
+
+_PERSISTENT_BUFFERS = ("expert_bias",)
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,19 @@ class Shard:
     def full_shape(self, local: torch.Size) -> list[int]:
         return [n * self.size if d == self.dim else n for d, n in enumerate(local)]
 
+    def ranges(self, length: int) -> list[slice]:
+        """This rank's parts of the whole dimension of `length`, in the order in which the rank has them."""
+        block = length // self.stride
+        part = block // self.size
+        starts = (i * block + self.rank * part for i in range(self.stride))
+        return [slice(start, start + part) for start in starts]
+
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part of the whole tensor."""
         if self.dim is None:
             return full
-        blocks = full.chunk(self.stride, self.dim)
-        return torch.cat([b.chunk(self.size, self.dim)[self.rank] for b in blocks], self.dim)
+        ranges = self.ranges(full.shape[self.dim])
+        return torch.cat([full.narrow(self.dim, r.start, r.stop - r.start) for r in ranges], self.dim)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor from the parts of all TP ranks, in order of rank."""
@@ -53,16 +63,27 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class NamedParameter:
-    """A parameter on this rank: its name in the whole model, and its cut."""
+class NamedTensor:
+    """A parameter or a persistent buffer on this rank: its name in the whole model, and its cut."""
 
     name: str
-    parameter: torch.nn.Parameter
+    tensor: Tensor
     shard: Shard
+    is_expert: bool = False
+
+
+@dataclass(frozen=True)
+class NamedParameter(NamedTensor):
+    """A parameter on this rank."""
+
+    @property
+    def parameter(self) -> torch.nn.Parameter:
+        assert isinstance(self.tensor, torch.nn.Parameter)
+        return self.tensor
 
 
 def named_parameters(model_chunks: Sequence[Any]) -> Iterator[NamedParameter]:
-    """This rank's parameters; layers are numbered from 0 over all pipeline stages.
+    """This rank's parameters; layers and experts are numbered from 0 over all ranks.
 
     Args:
         model_chunks: the rank's GPT models, without DDP around them.
@@ -70,14 +91,32 @@ def named_parameters(model_chunks: Sequence[Any]) -> Iterator[NamedParameter]:
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     for chunk in model_chunks:
-        offset = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
+        rename = _Rename(chunk)
         for name, parameter in chunk.named_parameters():
-            full_name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda m: str(int(m[0]) + offset), name)
-            cut = size > 1 and getattr(parameter, "tensor_model_parallel", False)
+            is_expert = ".experts." in name
+            # experts are not cut: their tensor-parallel size is 1
+            cut = size > 1 and getattr(parameter, "tensor_model_parallel", False) and not is_expert
             shard = Shard(
                 parameter.partition_dim if cut else None, getattr(parameter, "partition_stride", 1), rank, size
             )
-            yield NamedParameter(full_name, parameter, shard)
+            yield NamedParameter(rename(name), parameter, shard, is_expert)
+
+
+def named_buffers(model_chunks: Sequence[Any]) -> Iterator[NamedTensor]:
+    """This rank's buffers that are part of the model: the routers' expert biases. Every TP rank has them whole."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    for chunk in model_chunks:
+        rename = _Rename(chunk)
+        for name, buffer in chunk.named_buffers():
+            if name.endswith(_PERSISTENT_BUFFERS):
+                yield NamedTensor(rename(name), buffer, Shard(None, 1, rank, size))
+
+
+def named_tensors(model_chunks: Sequence[Any]) -> Iterator[NamedTensor]:
+    """This rank's parameters and buffers: all that a checkpoint holds."""
+    yield from named_parameters(model_chunks)
+    yield from named_buffers(model_chunks)
 
 
 def initialize_weights(model_chunks: Sequence[Any], seed: int) -> None:
@@ -98,3 +137,19 @@ def initialize_weights(model_chunks: Sequence[Any], seed: int) -> None:
         full = torch.randn(item.shard.full_shape(item.parameter.shape), generator=generator) * std
         with torch.no_grad():
             item.parameter.copy_(item.shard.cut(full))
+
+
+class _Rename:
+    """From a model chunk's own names to those of the whole model."""
+
+    def __init__(self, chunk: Any) -> None:
+        self._layers = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
+        experts = chunk.config.num_moe_experts or 0
+        ranks = parallel_state.get_expert_model_parallel_world_size()
+        self._experts = parallel_state.get_expert_model_parallel_rank() * experts // ranks
+
+    def __call__(self, name: str) -> str:
+        name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda m: str(int(m[0]) + self._layers), name)
+        # Transformer Engine's grouped experts hold weight0, weight1, ... of one module
+        name = re.sub(r"\.experts\.(linear_fc[12])\.weight(\d+)$", r".experts.local_experts.\2.\1.weight", name)
+        return re.sub(r"(?<=\.local_experts\.)\d+", lambda m: str(int(m[0]) + self._experts), name)
