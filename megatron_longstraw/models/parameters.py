@@ -7,6 +7,7 @@ layout.
 """
 
 import hashlib
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -27,25 +28,27 @@ class Shard:
 
     Args:
         dim: the dimension that is cut, or None where every rank has it all.
-        stride: blocks along `dim` that are cut one by one (2 for gate and up of a gated MLP).
+        stride: equal blocks along `dim` that are cut one by one (2 for gate and up of a gated MLP).
         rank: this TP rank.
         size: TP size.
+        sections: a rank's rows of each block, where blocks are not equal; `stride` is then not read.
     """
 
     dim: int | None
     stride: int
     rank: int
     size: int
+    sections: tuple[int, ...] | None = None
 
     def full_shape(self, local: torch.Size) -> list[int]:
         return [n * self.size if d == self.dim else n for d, n in enumerate(local)]
 
     def ranges(self, length: int) -> list[slice]:
         """This rank's parts of the whole dimension of `length`, in the order in which the rank has them."""
-        block = length // self.stride
-        part = block // self.size
-        starts = (i * block + self.rank * part for i in range(self.stride))
-        return [slice(start, start + part) for start in starts]
+        parts = self._parts(length // self.size)
+        starts = itertools.accumulate((part * self.size for part in parts), initial=0)
+        first = [start + self.rank * part for start, part in zip(starts, parts, strict=False)]
+        return [slice(start, start + part) for start, part in zip(first, parts, strict=True)]
 
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part of the whole tensor."""
@@ -58,8 +61,13 @@ class Shard:
         """The whole tensor from the parts of all TP ranks, in order of rank."""
         if self.dim is None:
             return parts[0]
-        blocks = [part.chunk(self.stride, self.dim) for part in parts]
-        return torch.cat([b[i] for i in range(self.stride) for b in blocks], self.dim)
+        lengths = self._parts(parts[0].shape[self.dim])
+        blocks = [part.split(lengths, self.dim) for part in parts]
+        return torch.cat([b[i] for i in range(len(lengths)) for b in blocks], self.dim)
+
+    def _parts(self, local_length: int) -> list[int]:
+        """Lengths of a rank's blocks."""
+        return list(self.sections) if self.sections else [local_length // self.stride] * self.stride
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,11 @@ def named_parameters(model_chunks: Sequence[Any]) -> Iterator[NamedParameter]:
             # experts are not cut: their tensor-parallel size is 1
             cut = size > 1 and getattr(parameter, "tensor_model_parallel", False) and not is_expert
             shard = Shard(
-                parameter.partition_dim if cut else None, getattr(parameter, "partition_stride", 1), rank, size
+                dim=parameter.partition_dim if cut else None,
+                stride=getattr(parameter, "partition_stride", 1),
+                rank=rank,
+                size=size,
+                sections=getattr(parameter, "partition_sections", None),
             )
             yield NamedParameter(rename(name), parameter, shard, is_expert)
 
@@ -120,23 +132,36 @@ def named_tensors(model_chunks: Sequence[Any]) -> Iterator[NamedTensor]:
 
 
 def initialize_weights(model_chunks: Sequence[Any], seed: int) -> None:
-    """Draws all matrices from normal distributions, each from its own name and the seed.
+    """Draws all weights, each from its own name and the seed.
 
-    The spread is Megatron's: init_method_std, and that / sqrt(2 * num_layers) for projections back into the
-    residual stream. Norms and biases keep what they were built with.
+    The distributions are Megatron's. Matrices are normal with init_method_std, and that / sqrt(2 * num_layers)
+    for projections back into the residual stream. Norms and biases keep what they were built with. Of Gated
+    DeltaNet, exp(A_log) is uniform in [1, 16], dt_bias is 1, and the convolution is torch's Conv1d default.
     """
     for item in named_parameters(model_chunks):
-        if item.parameter.dim() < 2:
-            continue
-        config = model_chunks[0].config
-        std = config.init_method_std
-        if item.name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-            std /= math.sqrt(2.0 * config.num_layers)
         digest = hashlib.sha256(f"{seed}:{item.name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        full = torch.randn(item.shard.full_shape(item.parameter.shape), generator=generator) * std
-        with torch.no_grad():
-            item.parameter.copy_(item.shard.cut(full))
+        shape = item.shard.full_shape(item.parameter.shape)
+        full = _initial_weight(item.name, shape, model_chunks[0].config, generator)
+        if full is not None:
+            with torch.no_grad():
+                item.parameter.copy_(item.shard.cut(full))
+
+
+def _initial_weight(name: str, shape: Sequence[int], config: Any, generator: torch.Generator) -> Tensor | None:
+    """The whole parameter, or None where it keeps what it was built with."""
+    if name.endswith("A_log"):
+        return (1 + 15 * torch.rand(shape, generator=generator)).log()
+    if name.endswith("dt_bias"):
+        return torch.ones(shape)
+    if name.endswith("conv1d.weight"):
+        return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[-1])
+    if len(shape) < 2:
+        return None
+    std = config.init_method_std
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")):
+        std /= math.sqrt(2.0 * config.num_layers)
+    return torch.randn(shape, generator=generator) * std
 
 
 class _Rename:
