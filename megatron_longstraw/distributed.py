@@ -78,21 +78,18 @@ def agree(error: Exception | None) -> None:
     Every rank calls this at the same point, with its own error or None.
 
     Raises:
-        Exception: `error`, on the rank that has one.
-        PeerError: on the ranks that have none while another does.
+        Exception: `error`, on the lowest rank that has one.
+        PeerError: on all others, where any rank has one.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        if error is not None:
-            raise error
-        return
     mine = None if error is None else f"{type(error).__name__}: {error}"
     everyone: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    if error is not None:
+    first = next((rank for rank, theirs in enumerate(everyone) if theirs is not None), None)
+    if first is None:
+        return
+    if error is not None and first == dist.get_rank():
         raise error
-    for rank, theirs in enumerate(everyone):
-        if theirs is not None:
-            raise PeerError(f"rank {rank} failed: {theirs}")
+    raise PeerError(f"rank {first} failed: {everyone[first]}") from error
 
 
 class PeerError(RuntimeError):

@@ -99,7 +99,7 @@ def forward_backward(
         raise ConfigError("collect_non_loss_data=True is not supported: reports come from the loss function")
     chunks = _chunks(model)
     check_model(chunks)
-    groups = data_iterator[0] if isinstance(data_iterator, list | tuple) else data_iterator
+    groups: Any = data_iterator[0] if isinstance(data_iterator, list | tuple) else data_iterator
     arguments = {
         "first_val_step": first_val_step,
         "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn,
@@ -130,6 +130,7 @@ def stock_forward_backward(
     groups: Sequence[PromptGroup],
     model: Any,
     recompute: bool = True,
+    force_all_reduce: bool = False,
     observer: Observer | None = None,
 ) -> list[Any]:
     """The same groups through stock Megatron, for comparison: each response behind a prompt of its own.
@@ -149,7 +150,7 @@ def stock_forward_backward(
     with _settings(config, finalize_model_grads_func=None, **(full if recompute else {})):
         reports = _call_megatron(items, forward_step_func, chunks, observer, {})
     if finalize is not None:
-        finalize(chunks, None)
+        finalize(chunks, None, force_all_reduce=force_all_reduce)
     return reports
 
 

@@ -47,7 +47,7 @@ class PromptLayer(TransformerLayer):
         def run(hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
             return self._forward(hidden_states, *args, **kwargs)
 
-        return checkpoint(  # type: ignore[no-any-return]
+        return checkpoint(
             run,
             hidden_states,
             use_reentrant=False,
@@ -101,7 +101,7 @@ class PromptGPTModel(GPTModel):
     def __init__(self, *args: Any, runtime: Runtime, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.runtime = runtime
-        self.rotary_pos_emb = OffsetRotaryEmbedding(self.rotary_pos_emb, runtime)
+        self.rotary_pos_emb: Any = OffsetRotaryEmbedding(self.rotary_pos_emb, runtime)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         segment = self.runtime.segment
