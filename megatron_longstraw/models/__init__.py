@@ -1,6 +1,7 @@
 """Builds the models that the schedule can run, from Megatron's modules."""
 
 import dataclasses
+import logging
 from typing import Any
 
 import torch

@@ -1,7 +1,8 @@
 """Which modules a layer is built from: Transformer Engine's, or Megatron's local ones made fit for use.
 
 Megatron's local norms refuse sequence parallelism and zero-centred weights; `LocalBackend` has one that takes
-both, and a column-parallel linear layer behind such a norm, as Transformer Engine has. Transformer Engine is used through Megatron's own provider; it needs a GPU and has not been run here.
+both, and a column-parallel linear layer behind such a norm, as Transformer Engine has. Transformer Engine is used
+through Megatron's own provider; it needs a GPU and has not been run here.
 """
 
 from typing import Any

@@ -87,7 +87,7 @@ class PromptGatedDeltaNet(GatedDeltaNet):
         """[T, 1, hidden] to [T, 1, hidden] (T of this rank under sequence parallelism), and no bias."""
         segment = self.runtime.segment
         if segment.phase in (Phase.PLAIN, Phase.IDLE):
-            return super().forward(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[no-any-return]
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
         if kwargs.get("packed_seq_params") is not None or hidden_states.shape[1] != 1:
             raise ValueError(
                 "a prompt's Gated DeltaNet takes one sequence a micro-batch, without packing: got micro-batch size "
@@ -118,7 +118,7 @@ class PromptGatedDeltaNet(GatedDeltaNet):
         normed = self._gated_norm_and_a2a(
             out, gate.reshape(1, segment.length, -1, self.value_head_dim), None, 1, segment.length
         )
-        return self.out_proj(F.pad(normed, (0, 0, 0, 0, 0, padding)))  # type: ignore[no-any-return]
+        return self.out_proj(F.pad(normed, (0, 0, 0, 0, 0, padding)))
 
     def _boundaries(self) -> BoundaryStates | None:
         """The layer's boundaries; None for a prompt of one token, which has no state."""
@@ -155,7 +155,7 @@ class PromptGatedDeltaNet(GatedDeltaNet):
             qkv, gate, 1, qkv.shape[1], beta, alpha
         )
         g, beta = self._compute_g_and_beta(self.A_log, self.dt_bias, alpha, beta)
-        return self.gated_delta_rule(  # type: ignore[no-any-return]
+        return self.gated_delta_rule(
             query,
             key,
             value,
@@ -175,14 +175,14 @@ def read_boundary(boundaries: BoundaryStates, position: int) -> tuple[Tensor, Te
     if not (torch.is_grad_enabled() and boundaries.wants_gradient):
         return recurrent_state, conv_state
     anchor = recurrent_state.new_empty(0).requires_grad_()  # makes autograd pass here; it gets no gradient
-    return _ReadBoundary.apply(anchor, recurrent_state, conv_state, boundaries, position)  # type: ignore[no-any-return]
+    return _ReadBoundary.apply(anchor, recurrent_state, conv_state, boundaries, position)
 
 
 def inject_boundary_gradient(
     out: Tensor, recurrent_state: Tensor, conv_state: Tensor, boundaries: BoundaryStates, segment: Segment
 ) -> Tensor:
     """Identity on a prompt chunk's output; backward gives the chunk's final state what its boundary gathered."""
-    return _InjectBoundaryGradient.apply(  # type: ignore[no-any-return]
+    return _InjectBoundaryGradient.apply(
         out, recurrent_state, conv_state, boundaries, segment
     )
 
