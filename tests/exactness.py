@@ -141,9 +141,8 @@ def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str =
                 "ours": parts(ours.gradients),
             }
         )
-        with torch.no_grad():
-            for p in parameters:
-                p.parameter -= 0.5 * ours.gradients[p.name]
+        for p in parameters:
+            p.parameter.data.sub_(ours.gradients[p.name], alpha=0.5)
     return result
 
 

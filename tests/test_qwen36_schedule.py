@@ -22,13 +22,23 @@ LOG_PROBS = {"float32": 5e-6, "float64": 1e-13}
 """Log-probs near -5.5: float32's spacing there is 5e-7."""
 
 
-def qwen_groups() -> list[RolloutGroup]:
+def few_groups() -> list[RolloutGroup]:
+    """Three prompt chunks, the last of 4; responses and a prompt shorter than the convolution; a prompt of one."""
+    g = np.random.default_rng(1)
+    return [
+        group("three chunks", 59, response(g, 5, [1, 0, 0, 1, 1]), response(g, 1), response(g, 0)),
+        group("shorter than the convolution", 3, response(g, 2), response(g, 6)),
+        group("one token", 1, response(g, 3)),
+    ]
+
+
+def many_groups() -> list[RolloutGroup]:
     """`edge_groups`, and prompts and responses about the convolution's width of 4 and the delta rule's 64."""
     g = np.random.default_rng(1)
     return [
         *edge_groups(),
-        group("shorter than the convolution", 3, response(g, 1), response(g, 2), response(g, 5)),
         group("as long as the convolution", 5, response(g, 3), response(g, 70)),
+        group("more than the rule's 64", 94, response(g, 65)),
     ]
 
 
@@ -64,7 +74,7 @@ def one_rank(ranks: Ranks) -> Any:
         run = _run(Layout(), dtype, **({"transformer": {"num_layers": 8}} if layout.vpp else {}))
         key = dtype, run.model.transformer["num_layers"]
         if key not in known:
-            known[key] = ranks.run(Layout(), qwen_two_steps, run, qwen_groups())
+            known[key] = ranks.run(Layout(), qwen_two_steps, run, few_groups())
         return known[key]
 
     return get
@@ -76,7 +86,7 @@ def test_two_steps_equal_stock_and_one_rank(ranks: Ranks, one_rank: Any, layout:
     alone = one_rank(dtype, layout)
     results = alone
     if layout != Layout():
-        results = ranks.run(layout, qwen_two_steps, _run(layout, dtype), qwen_groups())
+        results = ranks.run(layout, qwen_two_steps, _run(layout, dtype), few_groups())
     _check(results, dtype)
     weights = join([r["weights"] for r in results])
     for name, tensor in join([r["weights"] for r in alone]).items():
