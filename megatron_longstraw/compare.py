@@ -9,20 +9,21 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longstraw.config import RunConfig
-from megatron_longstraw.measure import PeakBytes, StepMeter, screen_of
+from megatron_longstraw.measure import PHASES, PeakBytes, StepMeter, screen_of
 from megatron_longstraw.models.parameters import named_parameters
 from megatron_longstraw.rollouts import RolloutGroup
 from megatron_longstraw.schedule import forward_backward, stock_forward_backward
 from megatron_longstraw.trainer import (
     build_ddp_model,
     grpo_forward_step,
+    largest,
     persistent_tensors,
     prompt_groups,
     summed_reports,
@@ -193,31 +194,42 @@ def compare(
     }
 
 
-def print_table(entries: Sequence[dict[str, Any]], everything: dict[str, Any] | None, screen: TextIO) -> None:
-    """The comparison as a table: a line a group."""
-    head = (
-        f"{'group':24} {'prompt':>8} {'G':>3} {'loss stock':>12} {'loss ours':>12} {'log-probs':>9} "
-        f"{'gradient':>9} {'cosine':>10} {'peak MiB stock / ours':>22} {'seconds stock / ours':>21}"
+TABLE_HEAD = (
+    f"{'group':24} {'prompt':>8} {'G':>3} {'loss stock':>12} {'loss ours':>12} {'log-probs':>9} "
+    f"{'gradient':>9} {'cosine':>10} {'peak MiB stock / ours':>22} {'seconds stock / ours':>21}"
+)
+
+
+def table_row(entry: dict[str, Any]) -> str:
+    """A group's entry as a line under `TABLE_HEAD`."""
+    loss, peak, seconds = entry["loss"], entry["peak_bytes"], entry["seconds"]
+    return (
+        f"{entry['group_id'][:24]:24} {entry['prompt_tokens']:8,} {len(entry['response_tokens']):3} "
+        f"{loss['stock']:+12.6f} {loss['longstraw']:+12.6f} {entry['logprob_max_abs_diff']:9.1e} "
+        f"{entry['grad']['relative_l2']:9.1e} {entry['grad']['cosine']:10.7f} "
+        f"{peak['stock'] / 2**20:10,.1f} / {peak['longstraw'] / 2**20:9,.1f} "
+        f"{seconds['stock']:9.1f} / {seconds['longstraw']:9.1f}"
     )
-    print(head, "-" * len(head), sep="\n", file=screen)
-    for entry in entries:
-        loss, peak, seconds = entry["loss"], entry["peak_bytes"], entry["seconds"]
-        print(
-            f"{entry['group_id'][:24]:24} {entry['prompt_tokens']:8,} {len(entry['response_tokens']):3} "
-            f"{loss['stock']:+12.6f} {loss['longstraw']:+12.6f} {entry['logprob_max_abs_diff']:9.1e} "
-            f"{entry['grad']['relative_l2']:9.1e} {entry['grad']['cosine']:10.7f} "
-            f"{peak['stock'] / 2**20:10,.1f} / {peak['longstraw'] / 2**20:9,.1f} "
-            f"{seconds['stock']:9.1f} / {seconds['longstraw']:9.1f}",
-            file=screen,
-        )
-    if everything is not None:
-        worst = everything["worst_parameter"]
-        print(
-            f"all groups in one step: gradient apart by {everything['relative_l2']:.1e} (relative L2), cosine "
-            f"{everything['cosine']:.9f}; nearest to its bound: {worst['name']} on rank {worst['rank']}, "
-            f"{worst['relative_l2']:.1e}",
-            file=screen,
-        )
+
+
+def verdict(run: RunConfig, result: dict[str, Any]) -> str:
+    """What a comparison of all groups means, in words."""
+    gate, together = GATES[run.dtype], result["all"]
+    worst = together["worst_parameter"]
+    bounds = (
+        f"{run.dtype}: relative L2 <= {gate.relative:g}, cosine >= {gate.cosine:.9g}, every parameter on every rank"
+    )
+    if result["passed"]:
+        sentence = f"PASSED: the gradient is the stock schedule's ({bounds})"
+    elif run.schedule.prompt_gradient == "detached":
+        sentence = f"DIFFERENT, as it must be: prompt_gradient=detached leaves the prompt's gradient out ({bounds})"
+    else:
+        sentence = f"FAILED: the gradients differ ({bounds})"
+    return (
+        f"all groups in one step: gradient apart by {together['relative_l2']:.1e} (relative L2), cosine "
+        f"{together['cosine']:.9f}; nearest to its bound: {worst['name']} on rank {worst['rank']}, "
+        f"{worst['relative_l2']:.1e}\n{sentence}"
+    )
 
 
 def _entry(
@@ -230,34 +242,26 @@ def _entry(
         ),
         default=0.0,
     )
-    phases = ("capture", "replay", "prompt_backward")
-    largest = torch.tensor(
-        [
-            difference,
-            stock.peak_bytes,
-            ours.peak_bytes,
-            stock.seconds["all"],
-            ours.seconds["all"],
-            *(ours.seconds.get(phase, 0.0) for phase in phases),
-        ],
-        dtype=torch.float64,
-        device=device,
+    most = largest(
+        {
+            "difference": difference,
+            "stock_bytes": stock.peak_bytes,
+            "bytes": ours.peak_bytes,
+            "stock": stock.seconds["all"],
+            "longstraw": ours.seconds["all"],
+            **{phase: ours.seconds.get(phase, 0.0) for phase in PHASES},
+        },
+        device,
     )
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    difference, stock_peak, our_peak, stock_seconds, our_seconds, *by_phase = largest.tolist()
     return {
         "group_id": group.group_id,
         "prompt_tokens": len(group.prompt_ids),
         "response_tokens": [len(r.ids) for r in group.responses],
         "loss": {"stock": stock.loss, "longstraw": ours.loss},
-        "logprob_max_abs_diff": difference,
+        "logprob_max_abs_diff": most["difference"],
         "grad": gradient,
-        "peak_bytes": {"stock": int(stock_peak), "longstraw": int(our_peak)},
-        "seconds": {
-            "stock": stock_seconds,
-            "longstraw": our_seconds,
-            **dict(zip(phases, by_phase, strict=True)),
-        },
+        "peak_bytes": {"stock": int(most["stock_bytes"]), "longstraw": int(most["bytes"])},
+        "seconds": {name: most[name] for name in ("stock", "longstraw", *PHASES)},
     }
 
 

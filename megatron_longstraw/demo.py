@@ -67,7 +67,9 @@ def demo_groups(
 def _torchrun(*arguments: str) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(_RANKS)]
     command += ["-m", "megatron_longstraw", *arguments]
-    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
+    # CPU ranks also on a machine with GPUs: two ranks can't share one over NCCL
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
 def _summary(result: dict[str, Any]) -> str:

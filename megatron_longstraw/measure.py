@@ -23,6 +23,20 @@ _PHASES = {
 }
 
 
+PHASES = ("capture", "replay", "prompt_backward")
+"""The phases of our schedule, by the names that seconds and tokens go by."""
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A step's gradient has NaN or infinity; nothing was updated."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the gradient is not finite; the weights are as before this step: "
+            "look at the learning rate, and at old_logprobs and ref_logprobs in the rollouts"
+        )
+
+
 class PeakBytes:
     """Measures the most bytes that tensors hold at once while it is entered.
 

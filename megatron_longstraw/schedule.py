@@ -196,7 +196,7 @@ def _run_group(
     try:
         with torch.no_grad():
             call(work.prompt_chunks(group, Phase.CAPTURE, options.prompt_chunk_tokens, multiple), forward_only=True)
-        items = list(work.responses(group, multiple))
+        items = work.responses(group, multiple)
         if exact:
             interval = options.boundary_interval if runtime.recurrent else 1
             items += work.prompt_backward(group, options.prompt_chunk_tokens, multiple, interval)
@@ -234,7 +234,7 @@ def _call_megatron(
             observer.on_item(item)
         runtime.segment = item.segment
         output, loss_func = forward_step_func(iter([item]), model)
-        return output, functools.partial(_loss, loss_func if len(item.targets) else None)
+        return output, functools.partial(_loss, None if item.response is None else loss_func)
 
     reports = megatron_schedule()(
         forward_step_func=step,

@@ -8,7 +8,7 @@ For a prompt of P tokens and a response R_i of n tokens:
 Tokens are padded at the end to what sequence parallelism can split; the padding is seen by nobody.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,31 +46,59 @@ class PromptGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkItem:
-    """One micro-batch.
+    """One micro-batch. Its tensors are made when asked for, so a prompt's items cost nothing until they run.
 
     Args:
         segment: what it is and which positions it covers.
-        tokens: [1, T] ids, padded. position_ids: [1, T].
-        targets: [n] ids to predict; empty for prompt chunks.
-        first_row: the token that predicts the first target.
-        group: the group it is of; None for idle work.
-        response: index of the response in the group, or None.
+        group: the group it is of. Idle work has one too, for its device, and nothing else of it.
+        response: index of the response in the group; None for prompt chunks and idle work.
+        multiple: the number of tokens is padded to a multiple of this.
     """
 
     segment: Segment
-    tokens: Tensor
-    position_ids: Tensor
-    targets: Tensor
-    first_row: int = 0
-    group: PromptGroup | None = None
+    group: PromptGroup
     response: int | None = None
+    multiple: int = 1
+
+    @property
+    def tokens(self) -> Tensor:
+        """[1, T] ids, padded with 0."""
+        ids = self._ids()
+        return torch.nn.functional.pad(ids, (0, -len(ids) % self.multiple))[None]
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[1, T] positions."""
+        length = self.segment.length + -self.segment.length % self.multiple
+        return torch.arange(self.segment.start, self.segment.start + length, device=self.group.prompt.device)[None]
+
+    @property
+    def targets(self) -> Tensor:
+        """[n] ids to predict; empty for prompt chunks and idle work."""
+        return self.group.prompt[:0] if self.response is None else self.group.responses[self.response]
+
+    @property
+    def first_row(self) -> int:
+        """The token that predicts the first target."""
+        return len(self.group.prompt) - 1 if self.segment.phase is Phase.PLAIN else 0
+
+    def _ids(self) -> Tensor:
+        prompt, start = self.group.prompt, self.segment.start
+        if self.segment.phase is Phase.IDLE:
+            return prompt.new_zeros(self.segment.length)
+        if self.response is None:
+            return prompt[start : self.segment.end]
+        return torch.cat([prompt[start:], self.group.responses[self.response][:-1]])
 
 
 def prompt_chunks(group: PromptGroup, phase: Phase, chunk_tokens: int, multiple: int) -> list[WorkItem]:
     """The prompt's chunks in order, as CAPTURE or PROMPT work; none for a prompt of one token."""
     captured = len(group.prompt) - 1
-    starts = range(0, captured, chunk_tokens)
-    return [_item(phase, s, group.prompt[s : min(s + chunk_tokens, captured)], multiple, group=group) for s in starts]
+    segments = (
+        Segment(phase=phase, start=start, length=min(chunk_tokens, captured - start))
+        for start in range(0, captured, chunk_tokens)
+    )
+    return [WorkItem(segment=segment, group=group, multiple=multiple) for segment in segments]
 
 
 def prompt_backward(group: PromptGroup, chunk_tokens: int, multiple: int, boundary_interval: int) -> list[WorkItem]:
@@ -90,31 +118,14 @@ def prompt_backward(group: PromptGroup, chunk_tokens: int, multiple: int, bounda
     return items
 
 
-def responses(group: PromptGroup, multiple: int) -> Iterator[WorkItem]:
+def responses(group: PromptGroup, multiple: int) -> list[WorkItem]:
     """The non-empty responses, on top of the prompt's state."""
-    last = len(group.prompt) - 1
-    for index, response in enumerate(group.responses):
-        if len(response):
-            tokens = torch.cat([group.prompt[-1:], response[:-1]])
-            yield _item(Phase.RESPONSE, last, tokens, multiple, targets=response, group=group, response=index)
+    return _response_items(group, Phase.RESPONSE, len(group.prompt) - 1, multiple)
 
 
-def whole_sequences(group: PromptGroup, multiple: int) -> Iterator[WorkItem]:
+def whole_sequences(group: PromptGroup, multiple: int) -> list[WorkItem]:
     """The non-empty responses, each behind a prompt of its own, for the stock schedule."""
-    for index, response in enumerate(group.responses):
-        if len(response):
-            tokens = torch.cat([group.prompt, response[:-1]])
-            first_row = len(group.prompt) - 1
-            yield _item(
-                Phase.PLAIN,
-                0,
-                tokens,
-                multiple,
-                targets=response,
-                first_row=first_row,
-                group=group,
-                response=index,
-            )
+    return _response_items(group, Phase.PLAIN, 0, multiple)
 
 
 def padded(items: Sequence[WorkItem], pipeline_stages: int, multiple: int) -> list[WorkItem]:
@@ -131,15 +142,21 @@ def padded(items: Sequence[WorkItem], pipeline_stages: int, multiple: int) -> li
     items = list(items)
     if pipeline_stages > 1:
         wanted = max(-(-len(items) // pipeline_stages), 2) * pipeline_stages
-        idle = _item(Phase.IDLE, 0, items[0].tokens.new_zeros(multiple), multiple)
+        segment = Segment(phase=Phase.IDLE, start=0, length=multiple)
+        idle = WorkItem(segment=segment, group=items[0].group, multiple=multiple)
         items += [idle] * (wanted - len(items))
     return items
 
 
-def _item(phase: Phase, start: int, tokens: Tensor, multiple: int, **fields: Any) -> WorkItem:
-    padding = -len(tokens) % multiple
-    ids = torch.nn.functional.pad(tokens, (0, padding))
-    positions = torch.arange(start, start + len(ids), device=ids.device)
-    fields.setdefault("targets", tokens[:0])
-    segment = Segment(phase=phase, start=start, length=len(tokens))
-    return WorkItem(segment=segment, tokens=ids[None], position_ids=positions[None], **fields)
+def _response_items(group: PromptGroup, phase: Phase, start: int, multiple: int) -> list[WorkItem]:
+    prompt = len(group.prompt) - start
+    return [
+        WorkItem(
+            segment=Segment(phase=phase, start=start, length=prompt + len(response) - 1),
+            group=group,
+            response=index,
+            multiple=multiple,
+        )
+        for index, response in enumerate(group.responses)
+        if len(response)
+    ]

@@ -25,7 +25,7 @@ LAYOUTS = [
 TINY = ModelConfig(
     vocab_size=256,
     transformer={
-        "num_layers": 8,
+        "num_layers": 4,
         "hidden_size": 32,
         "ffn_hidden_size": 48,
         "num_attention_heads": 4,
@@ -39,7 +39,10 @@ UNEVEN = ScheduleConfig(prompt_chunk_tokens=32, page_tokens=7, attention_block_t
 
 def tiny_run(layout: Layout, **changes: Any) -> RunConfig:
     parallel = ParallelConfig(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, ep=layout.ep)
-    fields: dict[str, Any] = {"model": TINY, "parallel": parallel, "schedule": UNEVEN, "dtype": "float32"}
+    model = TINY
+    if layout.pp * (layout.vpp or 1) > 4:
+        model = replace(TINY, transformer={**TINY.transformer, "num_layers": 8})
+    fields: dict[str, Any] = {"model": model, "parallel": parallel, "schedule": UNEVEN, "dtype": "float32"}
     return RunConfig(**{**fields, **changes})
 
 
@@ -108,6 +111,11 @@ def join(ranks: Sequence[Sequence[FullParameter]]) -> dict[str, Tensor]:
     return whole
 
 
+def rank_device() -> torch.device:
+    """The device of a rank of tests.ranks."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str = "longstraw") -> dict[str, Any]:
     """Stock and ours from the same weights, then a plain gradient step by ours, and again.
 
@@ -119,7 +127,7 @@ def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str =
     from megatron_longstraw.models.parameters import named_parameters
     from megatron_longstraw.trainer import build_ddp_model, unwrapped
 
-    device = torch.device("cpu")
+    device = rank_device()
     model = build_ddp_model(run, plain_attention=plain_attention)
     parameters = list(named_parameters(unwrapped(model)))
     shards = {p.name: p.shard for p in parameters}
@@ -127,7 +135,7 @@ def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str =
     def parts(tensors: dict[str, Tensor]) -> list[FullParameter]:
         return [FullParameter(name, tensor.clone(), shards[name]) for name, tensor in tensors.items()]
 
-    result: dict[str, Any] = {"weights": parts({p.name: p.parameter.detach() for p in parameters}), "steps": []}
+    result: dict[str, Any] = {"weights": parts({p.name: p.parameter.detach().cpu() for p in parameters}), "steps": []}
     for _ in range(2):
         stock = run_schedule("stock", model, groups, run, device)
         ours = run_schedule("longstraw", model, groups, run, device)
@@ -142,7 +150,7 @@ def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str =
             }
         )
         for p in parameters:
-            p.parameter.data.sub_(ours.gradients[p.name], alpha=0.5)
+            p.parameter.data.sub_(ours.gradients[p.name].to(p.parameter), alpha=0.5)
     return result
 
 

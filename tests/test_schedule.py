@@ -1,6 +1,9 @@
 """The product: gradients of ours are the stock schedule's, on every layout, and every layout's are one rank's."""
 
+import functools
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_longstraw.compare import GATES
-from megatron_longstraw.config import ConfigError
+from megatron_longstraw.config import ConfigError, RunConfig
 from tests.exactness import LAYOUTS, edge_groups, join, tiny_run, two_steps, with_objective, with_schedule
 from tests.ranks import Layout, Ranks
 
@@ -36,22 +39,27 @@ def _check_same(got: dict[str, Tensor], want: dict[str, Tensor], dtype: str) -> 
 
 
 @pytest.fixture(scope="module")
-def one_rank(ranks: Ranks) -> dict[str, list[dict[str, Any]]]:
-    return {
-        dtype: ranks.run(Layout(), two_steps, tiny_run(Layout(), dtype=dtype), edge_groups())
-        for dtype in ("float64", "float32")
-    }
+def one_rank(ranks: Ranks) -> Callable[[RunConfig], list[dict[str, Any]]]:
+    """The results of one rank for the model and dtype of a run, computed once."""
+
+    @functools.cache
+    def results(layers: int, dtype: str) -> list[dict[str, Any]]:
+        run = tiny_run(Layout(), dtype=dtype)
+        transformer = {**run.model.transformer, "num_layers": layers}
+        run = replace(run, model=replace(run.model, transformer=transformer))
+        return ranks.run(Layout(), two_steps, run, edge_groups())
+
+    return lambda run: results(run.model.transformer["num_layers"], run.dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_two_steps_equal_stock_and_one_rank(
-    ranks: Ranks, one_rank: dict[str, list[dict[str, Any]]], layout: Layout, dtype: str
+    ranks: Ranks, one_rank: Callable[[RunConfig], list[dict[str, Any]]], layout: Layout, dtype: str
 ) -> None:
-    alone = one_rank[dtype]
-    results = (
-        alone if layout == Layout() else ranks.run(layout, two_steps, tiny_run(layout, dtype=dtype), edge_groups())
-    )
+    run = tiny_run(layout, dtype=dtype)
+    alone = one_rank(run)
+    results = alone if layout == Layout() else ranks.run(layout, two_steps, run, edge_groups())
     _check(results, dtype)
     weights = join([r["weights"] for r in results])
     for name, tensor in join([r["weights"] for r in alone]).items():
@@ -64,13 +72,13 @@ def test_two_steps_equal_stock_and_one_rank(
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=4)], ids=str)
 def test_megatrons_own_attention_agrees(ranks: Ranks, layout: Layout) -> None:
     """The stock side with Megatron's DotProductAttention, which shares no code with ours."""
-    results = ranks.run(layout, two_steps, tiny_run(layout, dtype="float64"), edge_groups(), "megatron")
+    results = ranks.run(layout, two_steps, tiny_run(layout, dtype="float64"), edge_groups()[:3], "megatron")
     _check(results, "float64")
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 32, 100, 101, 4096])
+@pytest.mark.parametrize("chunk", [3, 32, 100, 101, 4096])
 def test_chunk_and_page_sizes_change_nothing(
-    ranks: Ranks, one_rank: dict[str, list[dict[str, Any]]], chunk: int
+    ranks: Ranks, one_rank: Callable[[RunConfig], list[dict[str, Any]]], chunk: int
 ) -> None:
     run = with_schedule(
         tiny_run(Layout(), dtype="float64"),
@@ -81,7 +89,7 @@ def test_chunk_and_page_sizes_change_nothing(
     results = ranks.run(Layout(), two_steps, run, edge_groups())
     _check(results, "float64")
     for step in (0, 1):
-        want = join([r["steps"][step]["stock"] for r in one_rank["float64"]])
+        want = join([r["steps"][step]["stock"] for r in one_rank(run)])
         _check_same(join([r["steps"][step]["ours"] for r in results]), want, "float64")
 
 
@@ -106,23 +114,19 @@ def test_objectives(ranks: Ranks, objective: dict[str, Any]) -> None:
 @pytest.mark.parametrize("changes", [{"tie_embeddings": True}, {"rotary_percent": 0.5}], ids=["tied", "partial RoPE"])
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
 def test_model_variants(ranks: Ranks, layout: Layout, changes: dict[str, Any]) -> None:
-    import dataclasses
-
     run = tiny_run(layout, dtype="float64")
-    run = dataclasses.replace(run, model=dataclasses.replace(run.model, **changes))
+    run = replace(run, model=replace(run.model, **changes))
     _check(ranks.run(layout, two_steps, run, edge_groups()[:4]), "float64")
 
 
 def test_gated_biased_layernorm_model_without_sequence_parallelism(ranks: Ranks) -> None:
-    import dataclasses
-
     run = tiny_run(Layout(tp=2))
     transformer = {**run.model.transformer, "normalization": "LayerNorm", "add_bias_linear": True}
     transformer |= {"gated_linear_unit": False, "activation_func": "gelu", "attention_output_gate": True}
-    run = dataclasses.replace(
+    run = replace(
         run,
-        model=dataclasses.replace(run.model, transformer=transformer),
-        parallel=dataclasses.replace(run.parallel, sequence_parallel=False),
+        model=replace(run.model, transformer=transformer),
+        parallel=replace(run.parallel, sequence_parallel=False),
     )
     _check(ranks.run(Layout(tp=2), two_steps, run, edge_groups()[:4]), "float32")
 

@@ -135,7 +135,7 @@ def initialize_weights(model_chunks: Sequence[Any], seed: int) -> None:
     """Draws all weights, each from its own name and the seed.
 
     The distributions are Megatron's. Matrices are normal with init_method_std, and that / sqrt(2 * num_layers)
-    for projections back into the residual stream. Norms and biases keep what they were built with. Of Gated
+    for projections back into the residual stream. Biases are zero; norms keep what they were built with. Of Gated
     DeltaNet, exp(A_log) is uniform in [1, 16], dt_bias is 1, and the convolution is torch's Conv1d default.
     """
     for item in named_parameters(model_chunks):
@@ -157,7 +157,7 @@ def _initial_weight(name: str, shape: Sequence[int], config: Any, generator: tor
     if name.endswith("conv1d.weight"):
         return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[-1])
     if len(shape) < 2:
-        return None
+        return torch.zeros(shape) if name.endswith(".bias") else None
     std = config.init_method_std
     if name.endswith(("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")):
         std /= math.sqrt(2.0 * config.num_layers)
