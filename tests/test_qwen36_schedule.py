@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_longstraw.compare import GATES, Gate
-from megatron_longstraw.config import ConfigError
 from megatron_longstraw.rollouts import RolloutGroup
 from tests.exactness import LAYOUTS, edge_groups, group, join, response
-from tests.qwen36 import build_remembering_model, flat_gradient, precision, qwen_run, qwen_two_steps
+from tests.qwen36 import qwen_run, qwen_two_steps
 from tests.ranks import Layout, Ranks
 
 LOG_PROBS = {"float32": 5e-6, "float64": 1e-13}

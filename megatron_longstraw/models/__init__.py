@@ -19,7 +19,8 @@ from megatron_longstraw.models.gated_delta_net import resolve_delta_rule
 from megatron_longstraw.models.gqa import gqa_layer_spec
 from megatron_longstraw.models.layers import PromptGPTModel
 from megatron_longstraw.models.parameters import initialize_weights
-from megatron_longstraw.models.qwen36 import QWEN36_SETTINGS, qwen36_layer_specs
+from megatron_longstraw.models.qwen36 import QWEN36_SETTINGS, qwen36_layer_specs, qwen36_weight_map
+from megatron_longstraw.models.weight_map import WeightMap
 from megatron_longstraw.prompt_state import Runtime
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -69,6 +70,17 @@ def build_model(run: RunConfig, *, plain_attention: str = "longstraw") -> list[P
         )
     initialize_weights(chunks, run.seed)
     return chunks
+
+
+def weight_map(run: RunConfig) -> WeightMap:
+    """How the architecture's parameters are made of HuggingFace tensors.
+
+    Raises:
+        ConfigError: the architecture has no HuggingFace form here.
+    """
+    if run.model.architecture == "qwen36":
+        return qwen36_weight_map(transformer_config(run))
+    raise ConfigError(f"model.architecture={run.model.architecture}: its HuggingFace weights are not mapped")
 
 
 def _is_recurrent(run: RunConfig) -> bool:

@@ -182,9 +182,7 @@ def inject_boundary_gradient(
     out: Tensor, recurrent_state: Tensor, conv_state: Tensor, boundaries: BoundaryStates, segment: Segment
 ) -> Tensor:
     """Identity on a prompt chunk's output; backward gives the chunk's final state what its boundary gathered."""
-    return _InjectBoundaryGradient.apply(
-        out, recurrent_state, conv_state, boundaries, segment
-    )
+    return _InjectBoundaryGradient.apply(out, recurrent_state, conv_state, boundaries, segment)
 
 
 class _ReadBoundary(torch.autograd.Function):
