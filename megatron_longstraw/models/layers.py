@@ -58,7 +58,12 @@ class PromptLayer(TransformerLayer):
     def _forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if self.is_last and self.runtime.segment.is_prompt:
             return self._forward_attention(hidden_states, *args, **kwargs)
-        return super().forward(hidden_states, *args, **kwargs)
+        try:
+            return super().forward(hidden_states, *args, **kwargs)
+        finally:
+            # Megatron leaves it on the layer, where it keeps the hidden states and, after a recomputation, the
+            # whole graph of the attention alive until the layer's next forward
+            self.mlp_norm_manager = None
 
 
 class _WithoutGraph(torch.autograd.Function):
