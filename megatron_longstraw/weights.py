@@ -1,16 +1,8 @@
 """HuggingFace safetensors folders in and out: each rank reads only what it needs, and writes only what it has.
 
-An architecture describes its checkpoint by a *weight map*: a function from a parameter's name in the whole
-Megatron model (`models.parameters.named_tensors`) to how the parameter is put together from HuggingFace tensors:
-
-    def weight_map(name: str) -> Sequence[Source]:
-        ...
-        return [Source([Piece("model.layers.0.mlp.gate_proj.weight"), Piece("model.layers.0.mlp.up_proj.weight")])]
-
-The whole parameter is the pieces stacked along dimension 0, plus `Source.offset`. Where several layouts of a
-checkpoint exist (experts stacked in one tensor, or one tensor an expert) the map returns several sources: reading
-takes the first whose tensors are all in the folder, writing always writes the first. A piece may be a part of a
-HuggingFace tensor: some of its rows, or one entry of a stack.
+An architecture's *weight map* says how each of its parameters is put together from HuggingFace tensors
+(`models.weight_map`). Where it gives several sources, reading takes the first whose tensors are all in the folder,
+and writing always writes the first.
 
 Which part of the whole a rank has is known to the parameter's `Shard`; reading cuts pieces by it *in the file*,
 so a rank reads as many bytes as it keeps (see `SafetensorsFolder.bytes_read`).

@@ -1,4 +1,16 @@
-"""How a parameter is made of HuggingFace tensors; `megatron_longstraw.weights` reads and writes by it."""
+"""How an architecture describes its HuggingFace checkpoint; `megatron_longstraw.weights` reads and writes by it.
+
+A weight map is a function from a parameter's name in the whole Megatron model (`parameters.named_tensors`) to how
+the parameter is put together from HuggingFace tensors:
+
+    def weight_map(name: str) -> Sequence[Source]:
+        ...
+        return [Source([Piece("model.layers.0.mlp.gate_proj.weight"), Piece("model.layers.0.mlp.up_proj.weight")])]
+
+The whole parameter is the pieces stacked along dimension 0, plus `Source.offset`. A piece may be a part of a
+HuggingFace tensor: some of its rows, or one entry of a stack. Where several layouts of a checkpoint exist (experts
+stacked in one tensor, or one tensor an expert) the map returns several sources, the preferred one first.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
