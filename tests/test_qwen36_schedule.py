@@ -9,16 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from megatron_longstraw.compare import GATES, Gate
+from megatron_longstraw.compare import GATES
 from megatron_longstraw.rollouts import RolloutGroup
 from tests.exactness import LAYOUTS, edge_groups, group, join, response
-from tests.qwen36 import qwen_run, qwen_two_steps
+from tests.qwen36 import LOG_PROBS, check_same, check_steps, qwen_run, qwen_two_steps
 from tests.ranks import Layout, Ranks
-
-LOG_PROBS = {"float32": 5e-6, "float64": 1e-13}
-"""Log-probs near -5.5: float32's spacing there is 5e-7."""
 
 
 def few_groups() -> list[RolloutGroup]:
@@ -44,24 +40,6 @@ def many_groups() -> list[RolloutGroup]:
 def _run(layout: Layout, dtype: str = "float64", **changes: Any) -> Any:
     layers = {"transformer": {"num_layers": 8}} if layout.vpp else {}
     return qwen_run(layout, dtype, **{**layers, **changes})
-
-
-def _check(results: list[dict[str, Any]], dtype: str = "float64") -> None:
-    for step, rank in itertools.product((0, 1), range(len(results))):
-        outcome = results[rank]["steps"][step]
-        assert outcome["comparison"]["passed"], (step, rank, outcome["comparison"])
-        assert all(difference <= LOG_PROBS[dtype] for difference in outcome["log_probs"]), outcome["log_probs"]
-        stock, ours = outcome["loss"]
-        assert abs(stock - ours) <= LOG_PROBS[dtype]
-
-
-def _check_same(got: dict[str, Tensor], want: dict[str, Tensor], gate: Gate) -> None:
-    """Two whole gradients: the per-parameter bounds of the gate."""
-    assert got.keys() == want.keys()
-    whole = torch.cat([w.flatten() for w in want.values()]).norm()
-    for name in want:
-        apart = (got[name] - want[name]).norm()
-        assert apart <= gate.relative * want[name].norm() + gate.floor * whole, (name, apart)
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +80,13 @@ def test_two_steps_equal_stock_and_one_rank(ranks: Ranks, one_rank: Any, layout:
     results = alone
     if layout != Layout():
         results = ranks.run(layout, qwen_two_steps, _run(layout, dtype), few_groups())
-    _check(results, dtype)
+    check_steps(results, dtype)
     weights = join([r["weights"] for r in results])
     for name, tensor in join([r["weights"] for r in alone]).items():
         assert torch.equal(weights[name], tensor), name
     for step, side in itertools.product((0, 1), ("stock", "ours")):
         want = join([r["steps"][step]["stock"] for r in alone])
-        _check_same(join([r["steps"][step][side] for r in results]), want, GATES[dtype])
+        check_same(join([r["steps"][step][side] for r in results]), want, GATES[dtype])
 
 
 @pytest.mark.parametrize("interval", [2, 3, 100])
@@ -116,45 +94,48 @@ def test_two_steps_equal_stock_and_one_rank(ranks: Ranks, one_rank: Any, layout:
 def test_boundaries_may_be_written_again(ranks: Ranks, one_rank: Any, layout: Layout, interval: int) -> None:
     run = _run(layout, prompt_chunk_tokens=11, boundary_interval=interval)  # six prompt chunks
     results = ranks.run(layout, qwen_two_steps, run, few_groups())
-    _check(results)
+    check_steps(results)
     for step in (0, 1):
         want = join([r["steps"][step]["stock"] for r in one_rank("float64", Layout())])
-        _check_same(join([r["steps"][step]["ours"] for r in results]), want, GATES["float64"])
+        check_same(join([r["steps"][step]["ours"] for r in results]), want, GATES["float64"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=4, vpp=2), Layout(tp=2, pp=2)], ids=str)
 def test_boundaries_may_be_written_again_on_more_ranks(ranks: Ranks, layout: Layout) -> None:
     run = _run(layout, prompt_chunk_tokens=11, boundary_interval=3)
-    _check(ranks.run(layout, qwen_two_steps, run, few_groups()))
+    check_steps(ranks.run(layout, qwen_two_steps, run, few_groups()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 27, 63, 64, 65, 100, 4096])
 def test_chunk_sizes_change_nothing(ranks: Ranks, chunk: int) -> None:
     """Chunks shorter than the convolution, about the rule's 64, of all the prompt; prompts and responses so too."""
-    _check(ranks.run(Layout(), qwen_two_steps, _run(Layout(), prompt_chunk_tokens=chunk), many_groups()))
+    check_steps(ranks.run(Layout(), qwen_two_steps, _run(Layout(), prompt_chunk_tokens=chunk), many_groups()))
 
 
 @pytest.mark.parametrize("chunk", [2, 5])
 def test_small_chunks_change_nothing(ranks: Ranks, chunk: int) -> None:
     """Chunks shorter than the convolution, and odd ones, which sequence parallelism pads."""
-    _check(ranks.run(Layout(tp=2), qwen_two_steps, _run(Layout(tp=2), prompt_chunk_tokens=chunk), few_groups()[1:]))
+    g = np.random.default_rng(2)
+    groups = [group("fourteen", 14, response(g, 2), response(g, 6))]
+    run = _run(Layout(tp=2), prompt_chunk_tokens=chunk)
+    check_steps(ranks.run(Layout(tp=2), qwen_two_steps, run, groups))
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=str)
 def test_last_layer_may_be_recurrent(ranks: Ranks, layout: Layout) -> None:
     run = _run(layout, transformer={"linear_attention_freq": [0, 1, 0, 1]}, boundary_interval=2)
-    _check(ranks.run(layout, qwen_two_steps, run, few_groups()))
+    check_steps(ranks.run(layout, qwen_two_steps, run, few_groups()))
 
 
 def test_without_recomputation(ranks: Ranks) -> None:
-    _check(ranks.run(Layout(tp=2), qwen_two_steps, _run(Layout(tp=2), recompute=False), few_groups()))
+    check_steps(ranks.run(Layout(tp=2), qwen_two_steps, _run(Layout(tp=2), recompute=False), few_groups()))
 
 
 def test_megatrons_own_attention_agrees(ranks: Ranks) -> None:
     """The stock side with Megatron's DotProductAttention; its GatedDeltaNet is Megatron's own in any case."""
-    _check(ranks.run(Layout(), qwen_two_steps, _run(Layout()), few_groups(), "megatron"))
+    check_steps(ranks.run(Layout(), qwen_two_steps, _run(Layout()), few_groups(), "megatron"))
 
 
 def test_detached_is_another_gradient(ranks: Ranks) -> None:
