@@ -62,8 +62,8 @@ CASES = [
         layout,
         dtype,
         id=f"{layout}-{dtype}",
-        # float64 is the sharp test; of float32 only what one and two ranks show is quick
-        marks=[pytest.mark.slow] if dtype == "float32" and layout.world_size == 4 else [],
+        # float64 is the sharp test
+        marks=[pytest.mark.slow] if dtype == "float32" and layout not in (Layout(), Layout(tp=2)) else [],
     )
     for dtype in ("float64", "float32")
     for layout in LAYOUTS
@@ -89,8 +89,9 @@ def test_two_steps_equal_stock_and_one_rank(ranks: Ranks, one_rank: Any, layout:
         check_same(join([r["steps"][step][side] for r in results]), want, GATES[dtype])
 
 
-@pytest.mark.parametrize("interval", [2, 3, 100])
-@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "interval"), [(Layout(), 2), (Layout(), 100), (Layout(pp=2), 3)], ids=lambda x: str(x)
+)
 def test_boundaries_may_be_written_again(ranks: Ranks, one_rank: Any, layout: Layout, interval: int) -> None:
     run = _run(layout, prompt_chunk_tokens=11, boundary_interval=interval)  # six prompt chunks
     results = ranks.run(layout, qwen_two_steps, run, few_groups())
@@ -114,7 +115,7 @@ def test_chunk_sizes_change_nothing(ranks: Ranks, chunk: int) -> None:
     check_steps(ranks.run(Layout(), qwen_two_steps, _run(Layout(), prompt_chunk_tokens=chunk), many_groups()))
 
 
-@pytest.mark.parametrize("chunk", [2, 5])
+@pytest.mark.parametrize("chunk", [pytest.param(2, marks=pytest.mark.slow), 5])
 def test_small_chunks_change_nothing(ranks: Ranks, chunk: int) -> None:
     """Chunks shorter than the convolution, and odd ones, which sequence parallelism pads."""
     g = np.random.default_rng(2)
