@@ -180,7 +180,9 @@ def _peak(layout: Layout, responses: int) -> int:
     return run_schedule("longstraw", build_ddp_model(run), rollouts, run, torch.device("cpu")).peak_bytes
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(pp=2), pytest.param(Layout(tp=2), marks=pytest.mark.slow)], ids=str
+)
 def test_peak_does_not_depend_on_the_number_of_responses(ranks: Ranks, layout: Layout) -> None:
     two, eight = (ranks.run(layout, _peak, layout, n) for n in (2, 8))
     for a, b in zip(two, eight, strict=True):
