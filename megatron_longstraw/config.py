@@ -29,8 +29,9 @@ class ConfigError(ValueError):
 class ModelConfig:
     """What is trained."""
 
-    architecture: Literal["gqa"] = "gqa"
-    """Which builder of megatron_longstraw.models: "gqa" is a dense decoder with grouped-query attention."""
+    architecture: Literal["gqa", "qwen36"] = "gqa"
+    """Which builder of megatron_longstraw.models: "gqa" is a dense decoder with grouped-query attention; "qwen36"
+    has Gated DeltaNet layers and, every fourth, gated grouped-query attention."""
     vocab_size: int
     """Rows of the embedding; a multiple of parallel.tp."""
     rotary_base: int = 10000
@@ -100,6 +101,9 @@ class ScheduleConfig:
     """"exact": the gradient of the loss. "detached": the prompt is a constant; cheaper, and not that gradient."""
     page_tokens: int = 256
     """Positions in a page; pages are dealt round-robin over the ranks of an owner group."""
+    boundary_interval: int = 1
+    """Recurrent layers keep their state at every this-many-th prompt chunk, and run the chunks between forward once
+    more before the prompt backward; 1 keeps all. Has no meaning for models without such layers."""
     recompute: bool = True
     """Recompute each layer in backward, so that a micro-batch keeps one input per layer."""
     state_gradient_dtype: Literal["float32", "model"] = "float32"
@@ -110,7 +114,8 @@ class ScheduleConfig:
     """Tokens whose [tokens, vocabulary] logits exist at once."""
 
     def __post_init__(self) -> None:
-        for name in ("prompt_chunk_tokens", "page_tokens", "attention_block_tokens", "log_prob_block_tokens"):
+        integers = "prompt_chunk_tokens page_tokens boundary_interval attention_block_tokens log_prob_block_tokens"
+        for name in integers.split():
             _at_least(f"schedule.{name}", getattr(self, name), 1)
 
 
@@ -237,6 +242,8 @@ class RunConfig:
             )
         if self.model.vocab_size % tp:
             raise ConfigError(f"model.vocab_size={self.model.vocab_size} must be a multiple of parallel.tp={tp}")
+        if self.model.architecture == "qwen36":
+            _check_gated_delta_net(self.model.transformer, self.parallel)
         stages = pp * (self.parallel.vpp or 1)
         if layers % stages:
             raise ConfigError(
@@ -290,6 +297,11 @@ _REFUSED_BY: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "multi_latent_attention": ((False,), "architecture gqa has keys and values per head"),
         "experimental_attention_variant": ((), "architecture gqa has full attention in every layer"),
     },
+    "qwen36": {
+        "num_moe_experts": ((0,), "architecture qwen36 is dense"),
+        "multi_latent_attention": ((False,), "architecture qwen36 has keys and values per head"),
+        "experimental_attention_variant": (("gated_delta_net",), "architecture qwen36 has Gated DeltaNet layers"),
+    },
 }
 
 
@@ -309,6 +321,25 @@ def check_transformer_settings(settings: Mapping[str, Any], prefix: str = "", ar
         if value is not None and value not in fine:
             needed = f"needs {fine[0]}" if fine else "leave it unset"
             raise ConfigError(f"{prefix}{name}={value!r} is not supported ({needed}): {reason}")
+
+
+def _check_gated_delta_net(transformer: Mapping[str, Any], parallel: ParallelConfig) -> None:
+    if parallel.tp > 1 and not parallel.uses_sequence_parallel:
+        raise ConfigError(
+            "parallel.sequence_parallel=false needs parallel.tp=1 for architecture qwen36: without it Megatron leaves "
+            f"a gradient of Gated DeltaNet unreduced over tensor-parallel ranks; got tp={parallel.tp}"
+        )
+    heads = {}
+    for name, default in (("linear_num_key_heads", 16), ("linear_num_value_heads", 32)):  # Megatron's defaults
+        heads[name] = transformer.get(name, default)
+        _positive_integer(f"model.transformer.{name}", heads[name])
+        if heads[name] % parallel.tp:
+            raise ConfigError(f"model.transformer.{name}={heads[name]} must be a multiple of parallel.tp={parallel.tp}")
+    if heads["linear_num_value_heads"] % heads["linear_num_key_heads"]:
+        raise ConfigError(
+            f"model.transformer.linear_num_value_heads={heads['linear_num_value_heads']} must be a multiple of "
+            f"linear_num_key_heads={heads['linear_num_key_heads']}"
+        )
 
 
 def load_config(path: str | Path, overrides: Sequence[tuple[str, Any]] = ()) -> RunConfig:

@@ -18,6 +18,7 @@ _PHASES = {
     Phase.CAPTURE: "capture",
     Phase.RESPONSE: "replay",
     Phase.PLAIN: "stock",
+    Phase.RECAPTURE: "prompt_backward",
     Phase.PROMPT: "prompt_backward",
 }
 

@@ -9,6 +9,8 @@ and only those that it owns. Invariants, each checked where it could break:
    backwards; it is taken once, when the row's own chunk runs backwards, last chunk first; nothing is added
    to a gradient that was taken.
 4. At the end of a group every row has been written and, in exact mode, every gradient has been taken.
+
+Recurrent layers keep states at chunk boundaries instead of rows: `megatron_longstraw.recurrent_state`.
 """
 
 import contextlib
@@ -20,6 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_longstraw.recurrent_state import BoundaryStates
+
 
 class Phase(enum.Enum):
     """What a micro-batch is to the schedule."""
@@ -28,6 +32,8 @@ class Phase(enum.Enum):
     """A whole sequence, as stock Megatron runs it: no prompt state."""
     CAPTURE = "capture"
     """A prompt chunk without autograd, which writes its rows."""
+    RECAPTURE = "recapture"
+    """A prompt chunk without autograd, which writes again the recurrent states that capture dropped."""
     RESPONSE = "response"
     """The last prompt token and a response, on top of the prompt's rows."""
     PROMPT = "prompt"
@@ -50,8 +56,8 @@ class Segment:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether it is there for the rows it leaves, so that the last layer's output is of no use."""
-        return self.phase in (Phase.CAPTURE, Phase.PROMPT)
+        """Whether it is there for the state it leaves, so that the last layer's output is of no use."""
+        return self.phase in (Phase.CAPTURE, Phase.RECAPTURE, Phase.PROMPT)
 
 
 class Runtime:
@@ -61,12 +67,14 @@ class Runtime:
         segment: the micro-batch whose forward (or recomputed forward) runs.
         state: the prompt state of the group that runs, or None between groups.
         recompute: whether layers recompute their forward in backward.
+        recurrent: whether the model has layers that keep boundary states.
     """
 
     def __init__(self) -> None:
         self.segment = Segment(phase=Phase.PLAIN, start=0, length=0)
         self.state: PromptState | None = None
         self.recompute = True
+        self.recurrent = False
 
     @contextlib.contextmanager
     def resume(self, segment: Segment) -> Iterator[None]:
@@ -226,10 +234,12 @@ class StateOptions:
     attention_block_tokens: int = 65536
     gradient_dtype: torch.dtype | None = torch.float32
     """None keeps no gradients (detached)."""
+    boundary_spacing: int = 1
+    """Positions between the recurrent states that are kept until the prompt backward."""
 
 
 class PromptState:
-    """The rows of all of this rank's layers for one prompt.
+    """The rows and boundary states of all of this rank's layers for one prompt.
 
     Args:
         length: positions captured; the prompt's last token is not among them.
@@ -240,6 +250,7 @@ class PromptState:
         self.length = length
         self.options = options
         self._layers: dict[int, OwnedRows] = {}
+        self._boundaries: dict[int, BoundaryStates] = {}
 
     def rows(
         self,
@@ -266,21 +277,35 @@ class PromptState:
             )
         return self._layers[layer_number]
 
+    def boundaries(self, layer_number: int) -> BoundaryStates:
+        """A recurrent layer's states at chunk boundaries."""
+        if layer_number not in self._boundaries:
+            self._boundaries[layer_number] = BoundaryStates(
+                length=self.length,
+                spacing=self.options.boundary_spacing,
+                gradient_dtype=self.options.gradient_dtype,
+            )
+        return self._boundaries[layer_number]
+
+    def layers(self) -> dict[int, OwnedRows | BoundaryStates]:
+        """What each layer that ran keeps, by layer number."""
+        return {**self._layers, **self._boundaries}
+
     def check_complete(self) -> None:
-        """Raises RuntimeError, naming the layer, unless every row was written and every gradient taken."""
-        for number, rows in self._layers.items():
+        """Raises RuntimeError, naming the layer, unless all was written and every gradient taken."""
+        for number, kept in self.layers().items():
             try:
-                rows.check_complete()
+                kept.check_complete()
             except RuntimeError as error:
                 raise RuntimeError(f"layer {number}: {error}") from None
 
     def bytes(self) -> int:
-        """Bytes of the rows on this rank."""
-        return sum(rows.bytes() for rows in self._layers.values())
+        """Bytes of rows and, at their most, of boundary states on this rank."""
+        return sum(kept.bytes() for kept in self.layers().values())
 
     def gradient_bytes(self) -> int:
-        """Bytes of the rows' gradients on this rank."""
-        return sum(rows.gradient_bytes() for rows in self._layers.values())
+        """Bytes of the rows' gradients and, at their most, of the boundaries' on this rank."""
+        return sum(kept.gradient_bytes() for kept in self.layers().values())
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:

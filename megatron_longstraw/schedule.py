@@ -4,6 +4,9 @@
     call B, forward and backward:        responses 1 .. G,                 (replay the responses)
                                          then prompt chunks C-1 .. 0       (prompt backward; exact mode only)
 
+Of recurrent layers' states at chunk boundaries capture may keep every k-th only (`boundary_interval`). Then the
+first k - 1 chunks of each run of k flow forward once more, without autograd, before the run's backward.
+
 Why this is the gradient of the loss. Let z be the prompt's state. Then
 ``dL/dtheta = sum_i dl_i/dtheta at fixed z + (dz/dtheta)^T sum_i dl_i/dz``. Replay gives the first term and
 gathers ``dl_i/dz`` on the state's rows; the prompt's chunks, run backwards from there, give the second.
@@ -11,7 +14,8 @@ gathers ``dl_i/dz`` on the state's rows; the prompt's chunks, run backwards from
 Invariants, on every pipeline stage:
 1. Backwards run in the order of forwards (1F1B does), so all responses' backwards precede those of the prompt,
    and chunk c's precedes chunk c-1's: a chunk's rows have their whole gradient when its backward starts.
-2. State is written in call A only, so a forward in call B, also a recomputed one, depends on nothing that changes.
+2. State is written in call A only (a boundary that was dropped is written again with the same values), so a
+   forward in call B, also a recomputed one, depends on nothing that changes.
 3. Gradients are reduced over ranks once, after the last group.
 4. The number of groups may differ between data-parallel ranks; all join the one reduction.
 
@@ -195,7 +199,8 @@ def _run_group(
             call(work.prompt_chunks(group, Phase.CAPTURE, options.prompt_chunk_tokens, multiple), forward_only=True)
         items = work.responses(group, multiple)
         if exact:
-            items += reversed(work.prompt_chunks(group, Phase.PROMPT, options.prompt_chunk_tokens, multiple))
+            interval = options.boundary_interval if runtime.recurrent else 1
+            items += work.prompt_backward(group, options.prompt_chunk_tokens, multiple, interval)
         with torch.set_grad_enabled(not forward_only):
             reports = call(items, forward_only=forward_only)
         state.check_complete()
@@ -279,6 +284,7 @@ def _state_options(options: ScheduleConfig, exact: bool, config: Any) -> StateOp
         page_tokens=options.page_tokens,
         attention_block_tokens=options.attention_block_tokens,
         gradient_dtype=dtype if exact else None,
+        boundary_spacing=options.boundary_interval * options.prompt_chunk_tokens,
     )
 
 

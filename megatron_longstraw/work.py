@@ -101,6 +101,23 @@ def prompt_chunks(group: PromptGroup, phase: Phase, chunk_tokens: int, multiple:
     return [WorkItem(segment=segment, group=group, multiple=multiple) for segment in segments]
 
 
+def prompt_backward(group: PromptGroup, chunk_tokens: int, multiple: int, boundary_interval: int) -> list[WorkItem]:
+    """The prompt's chunks as PROMPT work, last first.
+
+    With an interval k > 1 they come in runs of k from the prompt's start. A run's recurrent states within, which
+    capture dropped, are written again by RECAPTURE work just before the run; its last chunk leaves none that is
+    missing. So each chunk but one in k flows forward once more.
+    """
+    chunks = prompt_chunks(group, Phase.PROMPT, chunk_tokens, multiple)
+    again = prompt_chunks(group, Phase.RECAPTURE, chunk_tokens, multiple)
+    items: list[WorkItem] = []
+    for first in reversed(range(0, len(chunks), boundary_interval)):
+        run = slice(first, first + boundary_interval)
+        items += again[run][:-1]
+        items += reversed(chunks[run])
+    return items
+
+
 def responses(group: PromptGroup, multiple: int) -> list[WorkItem]:
     """The non-empty responses, on top of the prompt's state."""
     return _response_items(group, Phase.RESPONSE, len(group.prompt) - 1, multiple)

@@ -1,22 +1,30 @@
 """Builds the models that the schedule can run, from Megatron's modules."""
 
 import dataclasses
+import logging
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.nn import functional as F
 
 from megatron_longstraw.config import ConfigError, RunConfig
 from megatron_longstraw.models.backend import resolve_backend
+from megatron_longstraw.models.gated_delta_net import resolve_delta_rule
 from megatron_longstraw.models.gqa import gqa_layer_spec
 from megatron_longstraw.models.layers import PromptGPTModel
 from megatron_longstraw.models.parameters import initialize_weights
+from megatron_longstraw.models.qwen36 import QWEN36_SETTINGS, qwen36_layer_specs, qwen36_weight_map
+from megatron_longstraw.models.weight_map import WeightMap
 from megatron_longstraw.prompt_state import Runtime
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+_log = logging.getLogger(__name__)
 _ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
 
@@ -31,18 +39,21 @@ def build_model(run: RunConfig, *, plain_attention: str = "longstraw") -> list[P
         ConfigError: a setting under model.transformer is unknown to Megatron or refused by it.
     """
     config = transformer_config(run)
-    backend, _ = resolve_backend(run.model.backend)
+    backend, backend_name = resolve_backend(run.model.backend)
+    delta_rule = "torch" if config.deterministic_mode else "flash-linear-attention"
+    _log.info("layer modules: %s%s", backend_name, f", delta rule: {delta_rule}" if _is_recurrent(run) else "")
     runtime = Runtime()
-    spec = gqa_layer_spec(config, backend, runtime, plain_attention)
+    specs = _layer_specs(run.model.architecture, config, backend, runtime, plain_attention)
     chunks = []
     for vp_stage in range(run.parallel.vpp) if run.parallel.vpp else [None]:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
         layers = get_num_layers_to_build(config, vp_stage=vp_stage)
         chunks.append(
             PromptGPTModel(
                 runtime=runtime,
                 config=config,
                 transformer_layer_spec=TransformerBlockSubmodules(
-                    layer_specs=[spec] * layers,
+                    layer_specs=specs[first : first + layers],
                     layer_norm=backend.layer_norm(rms_norm=config.normalization == "RMSNorm"),
                 ),
                 vocab_size=run.model.vocab_size,
@@ -58,6 +69,38 @@ def build_model(run: RunConfig, *, plain_attention: str = "longstraw") -> list[P
         )
     initialize_weights(chunks, run.seed)
     return chunks
+
+
+def weight_map(run: RunConfig) -> WeightMap:
+    """How the architecture's parameters are made of HuggingFace tensors.
+
+    Raises:
+        ConfigError: the architecture has no HuggingFace form here.
+    """
+    if run.model.architecture == "qwen36":
+        return qwen36_weight_map(transformer_config(run))
+    raise ConfigError(f"model.architecture={run.model.architecture}: its HuggingFace weights are not mapped")
+
+
+def _is_recurrent(run: RunConfig) -> bool:
+    return run.model.architecture == "qwen36"
+
+
+def _layer_specs(
+    architecture: str, config: TransformerConfig, backend: BackendSpecProvider, runtime: Runtime, plain_attention: str
+) -> list[ModuleSpec]:
+    """Specs of all layers of the whole model, in order."""
+    if architecture == "qwen36":
+        return qwen36_layer_specs(config, backend, runtime, plain_attention)
+    return [gqa_layer_spec(config, backend, runtime, plain_attention)] * config.num_layers
+
+
+def _architecture_settings(run: RunConfig) -> dict[str, Any]:
+    """What an architecture sets of Megatron's config, unless model.transformer says otherwise."""
+    if _is_recurrent(run):
+        delta_rule = resolve_delta_rule(run.model.transformer.get("deterministic_mode"))
+        return QWEN36_SETTINGS | {"deterministic_mode": delta_rule == "torch"}
+    return {}
 
 
 def transformer_config(run: RunConfig) -> TransformerConfig:
@@ -79,6 +122,7 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         "attention_dropout": 0.0,
         "masked_softmax_fusion": False,
         "moe_token_dispatcher_type": "alltoall",  # Megatron wants it for variable lengths, also without experts
+        **_architecture_settings(run),
         **run.model.transformer,
     }
     activation = settings["activation_func"]

@@ -1,13 +1,15 @@
 """Which modules a layer is built from: Transformer Engine's, or Megatron's local ones made fit for use.
 
 Megatron's local norms refuse sequence parallelism and zero-centred weights; `LocalBackend` has one that takes
-both. Transformer Engine is used through Megatron's own provider; it needs a GPU and has not been run here.
+both, and a column-parallel linear layer behind such a norm, as Transformer Engine has. Transformer Engine is used
+through Megatron's own provider; it needs a GPU and has not been run here.
 """
 
 from typing import Any
 
 import torch
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -64,8 +66,24 @@ class Norm(torch.nn.Module):
         return F.layer_norm(x, self.shape, weight, self.bias, self.eps)
 
 
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """Norm, then Megatron's column-parallel linear layer; the norm's parameters are named as Transformer Engine's."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        norm = Norm(config, input_size, config.layernorm_epsilon)
+        self.layer_norm_weight, self.layer_norm_bias = norm.weight, norm.bias
+        self._norm = (norm,)  # a tuple, so that its parameters have one name
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(self._norm[0](input_), *args, **kwargs)
+
+
 class LocalBackend(LocalSpecProvider):
     """Megatron's local modules, with norms that honour sequence parallelism."""
+
+    def column_parallel_layer_norm_linear(self) -> Any:
+        return NormColumnParallelLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
         return Norm

@@ -2,7 +2,7 @@
 
 Layers are Megatron's own; what is added:
 - `PromptLayer` recomputes its forward in backward, in the phase it was first run in, and stops where only the
-  prompt rows are wanted.
+  prompt's state is wanted.
 - `OffsetRotaryEmbedding` starts at the segment's first position.
 - `PromptGPTModel` computes no head for prompt chunks; `log_prob_head` is its head for responses, given to
   `GPTModel.forward` through Megatron's own ``output_processor``.
@@ -38,6 +38,8 @@ class PromptLayer(TransformerLayer):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         segment = self.runtime.segment
+        if segment.phase is Phase.RECAPTURE:
+            return _WithoutGraph.apply(hidden_states, lambda x: self._forward(x, *args, **kwargs)[0]), None
         # a stock sequence is recomputed by Megatron itself, if at all
         if not (self.runtime.recompute and torch.is_grad_enabled() and segment.phase is not Phase.PLAIN):
             return self._forward(hidden_states, *args, **kwargs)
@@ -62,6 +64,18 @@ class PromptLayer(TransformerLayer):
             # Megatron leaves it on the layer, where it keeps the hidden states and, after a recomputation, the
             # whole graph of the attention alive until the layer's next forward
             self.mlp_norm_manager = None
+
+
+class _WithoutGraph(torch.autograd.Function):
+    """A layer's output without its graph; backward hands on zeros, which pipeline stages wait for."""
+
+    @staticmethod
+    def forward(ctx, hidden_states, run):  # type: ignore[no-untyped-def]
+        return run(hidden_states)
+
+    @staticmethod
+    def backward(ctx, dout):  # type: ignore[no-untyped-def]
+        return torch.zeros_like(dout), None
 
 
 class OffsetRotaryEmbedding(torch.nn.Module):
