@@ -29,8 +29,9 @@ class ConfigError(ValueError):
 class ModelConfig:
     """What is trained."""
 
-    architecture: Literal["gqa"] = "gqa"
-    """Which builder of megatron_longstraw.models: "gqa" is a dense decoder with grouped-query attention."""
+    architecture: Literal["gqa", "glm52"] = "gqa"
+    """Which builder of megatron_longstraw.models: "gqa" is a dense decoder with grouped-query attention; "glm52" has
+    latent attention over positions that an index chooses, and mixture of experts."""
     vocab_size: int
     """Rows of the embedding; a multiple of parallel.tp."""
     rotary_base: int = 10000
@@ -70,6 +71,8 @@ class ParallelConfig:
     """Model chunks per pipeline stage (interleaved schedule); needs pp > 1."""
     ep: int = 1
     """Expert parallel size; needs a mixture-of-experts model."""
+    pipeline_layers: tuple[int, ...] | None = None
+    """Layers of each pipeline stage (pp of them, or pp * vpp in the model's order); by default all have the same."""
     sequence_parallel: bool | None = None
     """Split activations between layers over TP ranks; by default on where tp > 1."""
 
@@ -84,6 +87,17 @@ class ParallelConfig:
                 raise ConfigError("parallel.vpp with variable lengths needs parallel.pp > 2 in Megatron: got pp=2")
         if self.sequence_parallel and self.tp == 1:
             raise ConfigError("parallel.sequence_parallel=true needs parallel.tp > 1: got tp=1")
+        if self.pipeline_layers is not None:
+            stages = self.pipeline_layers
+            _check("parallel.pipeline_layers", list(stages), len(stages) == self.stages, f"{self.stages} numbers")
+            _check("parallel.pipeline_layers", list(stages), min(stages) >= 1, "a layer or more in each stage")
+            if self.pp == 1:
+                raise ConfigError("parallel.pipeline_layers needs parallel.pp > 1: got pp=1")
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages, counting virtual ones."""
+        return self.pp * (self.vpp or 1)
 
     @property
     def uses_sequence_parallel(self) -> bool:
@@ -105,12 +119,20 @@ class ScheduleConfig:
     state_gradient_dtype: Literal["float32", "model"] = "float32"
     """Precision in which dL/d(prompt state) is summed over responses; "model" is the model's own."""
     attention_block_tokens: int = 65536
-    """Owned prompt rows that one attention call reads; bounds its workspace."""
+    """Owned prompt rows (or index keys) that one attention call reads; bounds its workspace."""
+    query_block_tokens: int = 128
+    """Queries of sparse attention whose index scores and chosen rows exist at once; bounds its workspace."""
     log_prob_block_tokens: int = 1024
     """Tokens whose [tokens, vocabulary] logits exist at once."""
 
     def __post_init__(self) -> None:
-        for name in ("prompt_chunk_tokens", "page_tokens", "attention_block_tokens", "log_prob_block_tokens"):
+        for name in (
+            "prompt_chunk_tokens",
+            "page_tokens",
+            "attention_block_tokens",
+            "query_block_tokens",
+            "log_prob_block_tokens",
+        ):
             _at_least(f"schedule.{name}", getattr(self, name), 1)
 
 
@@ -215,8 +237,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _at_least("seed", self.seed, 0)
-        tp, pp, heads = self.parallel.tp, self.parallel.pp, self.model.transformer["num_attention_heads"]
-        layers = self.model.transformer["num_layers"]
+        tp, heads = self.parallel.tp, self.model.transformer["num_attention_heads"]
         kv_heads = self.model.transformer.get("num_query_groups") or heads
         _positive_integer("model.transformer.num_query_groups", kv_heads)
         if heads % kv_heads:
@@ -231,15 +252,77 @@ class RunConfig:
             )
         if self.model.vocab_size % tp:
             raise ConfigError(f"model.vocab_size={self.model.vocab_size} must be a multiple of parallel.tp={tp}")
-        stages = pp * (self.parallel.vpp or 1)
-        if layers % stages:
-            raise ConfigError(
-                f"model.transformer.num_layers={layers} must be a multiple of parallel.pp * vpp = {stages}"
-            )
+        _check_pipeline_split(self.model.transformer, self.parallel)
         if self.parallel.ep > 1 and not self.model.transformer.get("num_moe_experts"):
             raise ConfigError(
                 f"parallel.ep={self.parallel.ep} needs experts: model.transformer.num_moe_experts is not set"
             )
+
+        if self.model.architecture == "glm52":
+            _check_index_share_split(self.model.transformer, self.parallel)
+            _check_experts(self.model.transformer, self.parallel)
+            if tp > 1 and not self.parallel.uses_sequence_parallel:
+                raise ConfigError(
+                    "parallel.sequence_parallel=false is not supported by architecture glm52 with parallel.tp > 1: "
+                    "Megatron's latent attention needs it"
+                )
+
+
+def _check_pipeline_split(transformer: Mapping[str, Any], parallel: ParallelConfig) -> None:
+    layers, stages = transformer["num_layers"], parallel.pipeline_layers
+    if stages is not None and sum(stages) != layers:
+        raise ConfigError(
+            f"parallel.pipeline_layers={list(stages)} are {sum(stages)} layers: "
+            f"needs model.transformer.num_layers={layers}"
+        )
+    if stages is None and layers % parallel.stages:
+        raise ConfigError(
+            f"model.transformer.num_layers={layers} must be a multiple of parallel.pp * vpp = {parallel.stages}, "
+            f"or set parallel.pipeline_layers"
+        )
+
+
+def _check_index_share_split(transformer: Mapping[str, Any], parallel: ParallelConfig) -> None:
+    """A layer can reuse only the index of a layer before it in its own pipeline stage."""
+    layers = transformer["num_layers"]
+    period = transformer.get("dsa_indexer_topk_freq", 4)
+    offset = max(transformer.get("dsa_indexer_skip_topk_offset", 3), 1)
+    computing = [n for n in range(layers) if max(n + 1 - offset, 0) % period == 0]
+    stages = parallel.pipeline_layers or (layers // parallel.stages,) * parallel.stages
+    starts = [sum(stages[:stage]) for stage in range(parallel.stages)]
+    wrong = next((start for start in starts if start not in computing), None)
+    if wrong is None:
+        return
+    split = _nearest_split(computing, layers, parallel.stages)
+    advice = f"set parallel.pipeline_layers: {split}" if split else "use fewer stages"
+    raise ConfigError(
+        f"parallel.pipeline_layers={list(stages)} starts a stage on layer {wrong + 1}, which reuses the index of an "
+        f"earlier layer (dsa_indexer_topk_freq={period}, dsa_indexer_skip_topk_offset={offset}): {advice}"
+    )
+
+
+def _nearest_split(starts: Sequence[int], layers: int, stages: int) -> list[int] | None:
+    """The most even split of layers into stages that start at some of `starts` (from 0), if there is one."""
+    chosen = [0]
+    for stage in range(1, stages):
+        later = [start for start in starts if start > chosen[-1]]
+        if not later:
+            return None
+        chosen.append(min(later, key=lambda start: abs(start - layers * stage / stages)))
+    return [end - start for start, end in zip(chosen, [*chosen[1:], layers], strict=True)]
+
+
+def _check_experts(transformer: Mapping[str, Any], parallel: ParallelConfig) -> None:
+    experts = transformer.get("num_moe_experts") or 0
+    if experts % parallel.ep:
+        raise ConfigError(
+            f"model.transformer.num_moe_experts={experts} must be a multiple of parallel.ep={parallel.ep}"
+        )
+    if transformer.get("moe_token_dispatcher_type") == "allgather" and parallel.tp % parallel.ep:
+        raise ConfigError(
+            f"model.transformer.moe_token_dispatcher_type=allgather needs a parallel.ep that divides parallel.tp="
+            f"{parallel.tp}: got ep={parallel.ep}, and across data-parallel ranks lengths differ; use alltoall"
+        )
 
 
 _OWNED_BY_US = {
@@ -247,6 +330,9 @@ _OWNED_BY_US = {
     "pipeline_model_parallel_size": "parallel.pp",
     "virtual_pipeline_model_parallel_size": "parallel.vpp",
     "expert_model_parallel_size": "parallel.ep",
+    "num_layers_in_first_pipeline_stage": "parallel.pipeline_layers",
+    "num_layers_in_last_pipeline_stage": "parallel.pipeline_layers",
+    "pipeline_model_parallel_layout": "parallel.pipeline_layers",
     "sequence_parallel": "parallel.sequence_parallel",
     "params_dtype": "dtype",
     "pipeline_dtype": "dtype",
@@ -275,6 +361,19 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "cpu_offloading": ((False,), "activation offloading is not built"),
     "overlap_moe_expert_parallel_comm": ((False,), "that schedule splits layers across micro-batches"),
     "no_rope_freq": ((), "layers without RoPE are not tested"),
+    "moe_aux_loss_coeff": ((0, 0.0), "balancing losses of prompt tokens are not built; use the expert bias"),
+    "moe_z_loss_coeff": ((0, 0.0), "the router's z-loss of prompt tokens is not built"),
+    "moe_router_load_balancing_type": (
+        ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),  # these do nothing with moe_aux_loss_coeff=0
+        "it balances within a micro-batch, and ours are not those of the stock schedule",
+    ),
+    "moe_expert_capacity_factor": ((), "token dropping depends on how tokens are cut into micro-batches"),
+    "moe_pad_expert_input_to_capacity": ((False,), "token dropping depends on how tokens are cut into micro-batches"),
+    "moe_input_jitter_eps": ((), "jitter would differ between capture, replay and prompt backward"),
+    "moe_router_force_load_balancing": ((False,), "random routes would differ between capture and prompt backward"),
+    "moe_router_force_biased": ((), "random routes would differ between capture and prompt backward"),
+    "moe_enable_routing_replay": ((False,), "a prompt token passes a router several times; replay isn't built for it"),
+    "dsa_indexer_loss_coeff": ((0, 0.0), "the KL loss that trains the index is not built"),
 }
 
 # The same, for what one architecture can't have and another may.
@@ -283,6 +382,18 @@ _REFUSED_BY: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "num_moe_experts": ((0,), "architecture gqa is dense"),
         "multi_latent_attention": ((False,), "architecture gqa has keys and values per head"),
         "experimental_attention_variant": ((), "architecture gqa has full attention in every layer"),
+    },
+    "glm52": {
+        "multi_latent_attention": ((True,), "architecture glm52 has latent attention"),
+        "experimental_attention_variant": (("dsa",), "architecture glm52 has sparse attention"),
+        "num_query_groups": ((), "latent attention has no groups of queries"),
+        "rope_type": (("rope",), "YaRN depends on lengths"),
+        "apply_rope_fusion": ((False,), "Megatron has it for YaRN only"),
+        "add_bias_linear": ((False,), "Megatron's absorbed latent attention has no biases"),
+        "dsa_kernel_backend": (("none",), "its kernels take no prompt rows"),
+        "expert_tensor_parallel_size": ((1,), "experts are whole on a rank; use parallel.ep"),
+        "moe_shared_expert_overlap": ((False,), "it isn't tested"),
+        "moe_latent_size": ((), "it isn't tested"),
     },
 }
 
@@ -383,6 +494,10 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         if value is None and type(None) in choices:
             return None
         return _typed(name, value, next(c for c in choices if c is not type(None)))
+    if origin is tuple:
+        fine = isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+        _check(name, value, fine, "a list of integers")
+        return tuple(value)
     if origin is Mapping:
         _check(name, value, isinstance(value, Mapping), "a section of settings")
         return dict(value)

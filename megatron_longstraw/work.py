@@ -6,6 +6,10 @@ For a prompt of P tokens and a response R_i of n tokens:
   response token is trained too;
 - a whole sequence is prompt + R_i[:-1], with the same targets.
 Tokens are padded at the end to what sequence parallelism can split; the padding is seen by nobody.
+
+A segment's multiplicity is what a router counts its tokens as, so that a step's counts are those of the stock
+schedule: a captured prompt token stands for one in each non-empty response, a token of a response for itself, and
+prompt chunks that run again, idle work and all work of an evaluation for none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -66,20 +70,40 @@ class WorkItem:
     response: int | None = None
 
 
-def prompt_chunks(group: PromptGroup, phase: Phase, chunk_tokens: int, multiple: int) -> list[WorkItem]:
+def prompt_chunks(
+    group: PromptGroup, phase: Phase, chunk_tokens: int, multiple: int, multiplicity: int = 0
+) -> list[WorkItem]:
     """The prompt's chunks in order, as CAPTURE or PROMPT work; none for a prompt of one token."""
     captured = len(group.prompt) - 1
-    starts = range(0, captured, chunk_tokens)
-    return [_item(phase, s, group.prompt[s : min(s + chunk_tokens, captured)], multiple, group=group) for s in starts]
+    return [
+        _item(
+            phase,
+            start,
+            group.prompt[start : min(start + chunk_tokens, captured)],
+            multiple,
+            multiplicity=multiplicity,
+            group=group,
+        )
+        for start in range(0, captured, chunk_tokens)
+    ]
 
 
-def responses(group: PromptGroup, multiple: int) -> Iterator[WorkItem]:
+def responses(group: PromptGroup, multiple: int, multiplicity: int = 1) -> Iterator[WorkItem]:
     """The non-empty responses, on top of the prompt's state."""
     last = len(group.prompt) - 1
     for index, response in enumerate(group.responses):
         if len(response):
             tokens = torch.cat([group.prompt[-1:], response[:-1]])
-            yield _item(Phase.RESPONSE, last, tokens, multiple, targets=response, group=group, response=index)
+            yield _item(
+                Phase.RESPONSE,
+                last,
+                tokens,
+                multiple,
+                multiplicity=multiplicity,
+                targets=response,
+                group=group,
+                response=index,
+            )
 
 
 def whole_sequences(group: PromptGroup, multiple: int) -> Iterator[WorkItem]:
@@ -100,6 +124,19 @@ def whole_sequences(group: PromptGroup, multiple: int) -> Iterator[WorkItem]:
             )
 
 
+def filled(items: Sequence[WorkItem], count: int, phase: Phase, multiple: int, device: torch.device) -> list[WorkItem]:
+    """Adds idle work at the end, in place of work of a phase, until there are `count` items.
+
+    Args:
+        items: work of the phase.
+        count: how many items other ranks have, which this rank shares collectives with.
+        phase: what the others run meanwhile.
+        multiple: tokens of a micro-batch are a multiple of this.
+        device: of the tokens.
+    """
+    return [*items, *[_idle(multiple, device, phase)] * (count - len(items))]
+
+
 def padded(items: Sequence[WorkItem], pipeline_stages: int, multiple: int) -> list[WorkItem]:
     """Adds idle work at the end until the interleaved schedule can run the items.
 
@@ -114,15 +151,28 @@ def padded(items: Sequence[WorkItem], pipeline_stages: int, multiple: int) -> li
     items = list(items)
     if pipeline_stages > 1:
         wanted = max(-(-len(items) // pipeline_stages), 2) * pipeline_stages
-        idle = _item(Phase.IDLE, 0, items[0].tokens.new_zeros(multiple), multiple)
-        items += [idle] * (wanted - len(items))
+        items += [_idle(multiple, items[0].tokens.device)] * (wanted - len(items))
     return items
 
 
-def _item(phase: Phase, start: int, tokens: Tensor, multiple: int, **fields: Any) -> WorkItem:
+def _idle(multiple: int, device: torch.device, in_place_of: Phase | None = None) -> WorkItem:
+    tokens = torch.zeros(multiple, dtype=torch.int64, device=device)
+    return _item(Phase.IDLE, 0, tokens, multiple, multiplicity=0, in_place_of=in_place_of)
+
+
+def _item(
+    phase: Phase,
+    start: int,
+    tokens: Tensor,
+    multiple: int,
+    *,
+    multiplicity: int = 1,
+    in_place_of: Phase | None = None,
+    **fields: Any,
+) -> WorkItem:
     padding = -len(tokens) % multiple
     ids = torch.nn.functional.pad(tokens, (0, padding))
     positions = torch.arange(start, start + len(ids), device=ids.device)
     fields.setdefault("targets", tokens[:0])
-    segment = Segment(phase=phase, start=start, length=len(tokens))
+    segment = Segment(phase=phase, start=start, length=len(tokens), multiplicity=multiplicity, in_place_of=in_place_of)
     return WorkItem(segment=segment, tokens=ids[None], position_ids=positions[None], **fields)

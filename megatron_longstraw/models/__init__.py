@@ -6,16 +6,26 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.nn import functional as F
 
 from megatron_longstraw.config import ConfigError, RunConfig
-from megatron_longstraw.models.backend import resolve_backend
+from megatron_longstraw.models.backend import latent_attention_takes, resolve_backend
+from megatron_longstraw.models.glm52 import (
+    GLM52_SETTINGS,
+    glm52_layer_specs,
+    glm52_weight_map,
+    set_latent_norm_epsilon,
+)
 from megatron_longstraw.models.gqa import gqa_layer_spec
 from megatron_longstraw.models.layers import PromptGPTModel
 from megatron_longstraw.models.parameters import initialize_weights
 from megatron_longstraw.prompt_state import Runtime
+from megatron_longstraw.weights import WeightMap
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 _ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
@@ -35,17 +45,18 @@ def build_model(run: RunConfig, *, plain_attention: str = "longstraw") -> list[P
     backend, _ = resolve_backend(run.model.backend)
     runtime = Runtime()
     runtime.recompute = run.schedule.recompute
-    spec = gqa_layer_spec(config, backend, runtime, plain_attention)
+    specs = _layer_specs(run, config, backend, runtime, plain_attention)
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # GPTModel's deprecation note
     chunks = []
     for vp_stage in range(run.parallel.vpp) if run.parallel.vpp else [None]:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
         layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-        chunks.append(
-            PromptGPTModel(
+        with latent_attention_takes(backend):
+            chunk = PromptGPTModel(
                 runtime=runtime,
                 config=config,
                 transformer_layer_spec=TransformerBlockSubmodules(
-                    layer_specs=[spec] * layers,
+                    layer_specs=specs[first : first + layers],
                     layer_norm=backend.layer_norm(rms_norm=config.normalization == "RMSNorm"),
                 ),
                 vocab_size=run.model.vocab_size,
@@ -58,9 +69,36 @@ def build_model(run: RunConfig, *, plain_attention: str = "longstraw") -> list[P
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
                 vp_stage=vp_stage,
             ).to(torch.cuda.current_device())
-        )
+        if run.model.architecture == "glm52":
+            set_latent_norm_epsilon(chunk)
+        chunks.append(chunk)
     initialize_weights(chunks, run.seed)
     return chunks
+
+
+WEIGHT_MAPS: dict[str, WeightMap] = {"glm52": glm52_weight_map}
+"""How each architecture's parameters are made of HuggingFace tensors."""
+
+
+def _layer_specs(
+    run: RunConfig, config: TransformerConfig, backend: BackendSpecProvider, runtime: Runtime, plain_attention: str
+) -> list[ModuleSpec]:
+    """Specs of all layers of the whole model, in order."""
+    if run.model.architecture == "glm52":
+        return glm52_layer_specs(config, backend, runtime, plain_attention, run.schedule.query_block_tokens)
+    return [gqa_layer_spec(config, backend, runtime, plain_attention)] * config.num_layers
+
+
+def _architecture_settings(run: RunConfig) -> dict[str, Any]:
+    """What an architecture sets of Megatron's config, unless model.transformer says otherwise."""
+    if run.model.architecture == "glm52":
+        router_dtype = "fp64" if run.dtype == "float64" else "fp32"
+        return GLM52_SETTINGS | {
+            "rotary_base": run.model.rotary_base,
+            "rotary_percent": run.model.rotary_percent,
+            "moe_router_dtype": router_dtype,
+        }
+    return {}
 
 
 def transformer_config(run: RunConfig) -> TransformerConfig:
@@ -69,10 +107,11 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
     Raises:
         ConfigError: names the setting that Megatron does not know, or what it says of the whole.
     """
-    known = {f.name for f in dataclasses.fields(TransformerConfig)}
+    config_class = MLATransformerConfig if run.model.architecture == "glm52" else TransformerConfig
+    known = {f.name for f in dataclasses.fields(config_class)}
     for name in run.model.transformer:
         if name not in known:
-            raise ConfigError(f"model.transformer.{name} is not a field of Megatron's TransformerConfig")
+            raise ConfigError(f"model.transformer.{name} is not a field of Megatron's {config_class.__name__}")
     settings: dict[str, Any] = {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -82,6 +121,7 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         "attention_dropout": 0.0,
         "masked_softmax_fusion": False,
         "moe_token_dispatcher_type": "alltoall",  # Megatron wants it for variable lengths, also without experts
+        **_architecture_settings(run),
         **run.model.transformer,
     }
     activation = settings["activation_func"]
@@ -99,13 +139,27 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": run.dtype == "bfloat16",
-        "variable_seq_lengths": True,
+        "pipeline_model_parallel_layout": _pipeline_layout(run),
         "calculate_per_token_loss": True,  # the objective is normalised before the forward
         "perform_initialization": False,  # initialize_weights does it, the same for every layout
         "deallocate_pipeline_outputs": True,
         "batch_p2p_comm": torch.cuda.is_available(),
     }
     try:
-        return TransformerConfig(**settings)
+        config = config_class(**settings)
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(f"model.transformer: Megatron refuses it: {error}") from error
+    # set late: Megatron refuses it for the allgather dispatcher, which needs equal lengths in an expert-parallel
+    # group only, and there a group within one tensor-parallel group has them (the run configuration sees to it)
+    config.variable_seq_lengths = True
+    return config
+
+
+def _pipeline_layout(run: RunConfig) -> list[list[str]] | None:
+    """parallel.pipeline_layers as Megatron has it: the layers of each stage, by their types."""
+    if run.parallel.pipeline_layers is None:
+        return None
+    stages = [["decoder"] * layers for layers in run.parallel.pipeline_layers]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
