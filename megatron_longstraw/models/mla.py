@@ -84,7 +84,7 @@ class PromptSparseAttention(DSAttention):
                 f"values {'apart' if value is not None else 'absorbed'}"
             )
         stateless = self.runtime.segment.phase in (Phase.PLAIN, Phase.IDLE)
-        if stateless and self.megatron_plain:
+        if self.megatron_plain and self.runtime.segment.phase is Phase.PLAIN:
             if self.runtime.micro_batch.is_recomputed:
                 raise RuntimeError("Megatron's own sparse attention loses its index when it is recomputed")
             return super().forward(query, key, None, attention_mask, x, qr, up_v_weight=up_v_weight, **kwargs)
