@@ -93,7 +93,7 @@ set_up() {
     prepare_venv
     say "installing torch, Megatron-Core and what the tests need: GBs to download the first time, a few minutes"
     if ! install; then
-        grep -v 'is ignored: it is neither a file' .venv/setup.log | tail -n 15 >&2
+        grep -vE 'is ignored: it is neither a file|^Requirement already' .venv/setup.log | tail -n 15 >&2
         # pip fails for want of a network before it touches anything: a .venv that was complete stays so.
         if [ -e .venv/setup.done ] && ! grep -q '^Installing collected' .venv/setup.log; then
             rm -f .venv/setup.unfinished

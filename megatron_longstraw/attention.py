@@ -62,12 +62,12 @@ def prompt_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, prompt: Prompt
     """
     if prompt is not None and prompt.end == 0:
         prompt = None
-    return _PromptAttention.apply(q_THD, k_TKD, v_TKD, prompt, scale)  # type: ignore[no-any-return]
+    return _PromptAttention.apply(q_THD, k_TKD, v_TKD, prompt, scale)
 
 
 def inject_state_gradient(key: Tensor, value: Tensor, rows: OwnedRows, segment: Segment) -> tuple[Tensor, Tensor]:
     """Identity on a prompt chunk's keys and values [T, K, D]; backward adds the gradient that their rows gathered."""
-    return _InjectStateGradient.apply(key, value, rows, segment)  # type: ignore[no-any-return]
+    return _InjectStateGradient.apply(key, value, rows, segment)
 
 
 def state_root(q_THD: Tensor, key: Tensor, value: Tensor, rows: OwnedRows, segment: Segment) -> Tensor:
@@ -75,7 +75,7 @@ def state_root(q_THD: Tensor, key: Tensor, value: Tensor, rows: OwnedRows, segme
 
     Returns zeros [T, H, D]; backward ignores their gradient and gives keys and values what their rows gathered.
     """
-    return _StateRoot.apply(q_THD, key, value, rows, segment)  # type: ignore[no-any-return]
+    return _StateRoot.apply(q_THD, key, value, rows, segment)
 
 
 def dense_attention(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float) -> Tensor:

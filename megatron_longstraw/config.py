@@ -12,7 +12,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import yaml
 
@@ -461,22 +461,20 @@ def _override(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[last] = value
 
 
-_T = TypeVar("_T")
-
-
-def _build(cls: type[_T], tree: Any, prefix: str) -> _T:
+def _build(cls: type[Any], tree: Any, prefix: str) -> Any:
     """One dataclass from a mapping, its sections from sub-mappings."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{prefix or 'the file'} needs a section of settings, got {tree!r}")
     hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {f.name: f for f in dataclasses.fields(cls)}
     values: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if key not in fields:
             raise ConfigError(f"unknown key {name}: it can be {', '.join(prefix + k for k in fields)}")
         hint = hints[key]
-        values[key] = _build(hint, value, f"{name}.") if dataclasses.is_dataclass(hint) else _typed(name, value, hint)
+        section = dataclasses.is_dataclass(hint)
+        values[key] = _build(hint, value, f"{name}.") if section else _typed(name, value, hint)
     for key, f in fields.items():
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if required and key not in values:

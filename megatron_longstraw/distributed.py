@@ -1,7 +1,9 @@
 """Starts the process group and lays Megatron's parallel groups over it; agreement between ranks."""
 
 import functools
+import logging
 import os
+import warnings
 from datetime import timedelta
 
 import torch
@@ -11,6 +13,13 @@ from megatron_longstraw import cpu_platform
 from megatron_longstraw.config import ConfigError, ParallelConfig
 
 
+def quiet() -> None:
+    """Silences what Megatron and torch warn of on every rank: each optional package that is not installed."""
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def start() -> torch.device:
     """Joins the ranks that torchrun started: NCCL with one GPU a rank, or gloo where there is no GPU.
 
@@ -18,11 +27,11 @@ def start() -> torch.device:
         This rank's device.
 
     Raises:
-        RuntimeError: the process was not started by torchrun.
+        ConfigError: the process was not started by torchrun.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
     if missing:
-        raise RuntimeError(
+        raise ConfigError(
             f"{', '.join(missing)} not set: start ranks with torchrun --nproc-per-node N -m megatron_longstraw ..."
         )
     if torch.cuda.is_available():
@@ -78,21 +87,18 @@ def agree(error: Exception | None) -> None:
     Every rank calls this at the same point, with its own error or None.
 
     Raises:
-        Exception: `error`, on the rank that has one.
-        PeerError: on the ranks that have none while another does.
+        Exception: `error`, on the lowest rank that has one.
+        PeerError: on all others, where any rank has one.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        if error is not None:
-            raise error
-        return
     mine = None if error is None else f"{type(error).__name__}: {error}"
     everyone: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    if error is not None:
+    first = next((rank for rank, theirs in enumerate(everyone) if theirs is not None), None)
+    if first is None:
+        return
+    if error is not None and first == dist.get_rank():
         raise error
-    for rank, theirs in enumerate(everyone):
-        if theirs is not None:
-            raise PeerError(f"rank {rank} failed: {theirs}")
+    raise PeerError(f"rank {first} failed: {everyone[first]}") from error
 
 
 class PeerError(RuntimeError):

@@ -5,7 +5,8 @@ for one block of tokens at a time; backward computes each block's logits again f
 blocks: Cut Your Losses (arXiv 2411.09009) and Liger's fused linear cross entropy (arXiv 2410.10989); sums over
 vocabulary shards: Megatron-Core's ``tensor_parallel/cross_entropy.py``.
 
-1. Not more than one block of logits is alive, in forward as in backward.
+1. Not more than one block of logits is alive, in forward as in backward; with entropy, two tensors of its size
+   (and in half precision, for a moment, the half product beside its float32 copy).
 2. Backward calls no collective; forward calls two per block: one maximum, one sum.
 3. What is kept for backward is the inputs and two (with entropy: three) numbers per token.
 4. Without a gradient for the entropy, backward does what it does where entropy is off.

@@ -22,6 +22,20 @@ _PHASES = {
 }
 
 
+PHASES = ("capture", "replay", "prompt_backward")
+"""The phases of our schedule, by the names that seconds and tokens go by."""
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A step's gradient has NaN or infinity; nothing was updated."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the gradient is not finite; the weights are as before this step: "
+            "look at the learning rate, and at old_logprobs and ref_logprobs in the rollouts"
+        )
+
+
 class PeakBytes:
     """Measures the most bytes that tensors hold at once while it is entered.
 
@@ -141,18 +155,27 @@ class StepMeter:
 
     def _show(self) -> None:
         assert self._screen is not None and self._phase is not None
-        group = self._groups[self._group] if self._group < len(self._groups) else self._groups[-1]
-        prompt = len(group.prompt) - 1
-        total = sum(map(len, group.responses)) if self._phase in (Phase.RESPONSE, Phase.PLAIN) else prompt
+        where, total = self._progress()
         self._last_shown = time.perf_counter()
         rate = self._phase_tokens / max(self._last_shown - self._phase_start, 1e-9)
         line = (
-            f"group {self._group + 1}/{len(self._groups)}  {_PHASES[self._phase].replace('_', ' ')}  "
+            f"{where}{_PHASES[self._phase].replace('_', ' ')}  "
             f"{self._phase_tokens:,}/{total:,} tokens  {rate:,.0f} tokens/s  "
             f"{max(total - self._phase_tokens, 0) / max(rate, 1e-9):.0f} s left"
         )
         self._screen.write(f"\r\x1b[K{line}" if self._screen.isatty() else f"{line}\n")
         self._screen.flush()
+
+    def _progress(self) -> tuple[str, int]:
+        """Which group runs, and the tokens of the running phase."""
+        if self._phase is Phase.PLAIN:  # the stock schedule runs all groups at once
+            responses = [(len(g.prompt), r) for g in self._groups for r in g.responses if len(r)]
+            return "", sum(prompt + len(r) - 1 for prompt, r in responses)
+        group = self._groups[self._group]
+        where = f"group {self._group + 1}/{len(self._groups)}  "
+        if self._phase is Phase.RESPONSE:
+            return where, sum(map(len, group.responses))
+        return where, len(group.prompt) - 1
 
 
 def screen_of(rank: int) -> TextIO | None:

@@ -98,7 +98,7 @@ def forward_backward(
         raise ConfigError("collect_non_loss_data=True is not supported: reports come from the loss function")
     chunks = _chunks(model)
     check_model(chunks)
-    groups = data_iterator[0] if isinstance(data_iterator, list | tuple) else data_iterator
+    groups: Any = data_iterator[0] if isinstance(data_iterator, list | tuple) else data_iterator
     arguments = {
         "first_val_step": first_val_step,
         "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn,
@@ -131,6 +131,7 @@ def stock_forward_backward(
     groups: Sequence[PromptGroup],
     model: Any,
     recompute: bool = True,
+    force_all_reduce: bool = False,
     observer: Observer | None = None,
 ) -> list[Any]:
     """The same groups through stock Megatron, for comparison: each response behind a prompt of its own.
@@ -148,7 +149,7 @@ def stock_forward_backward(
     runtime, multiple = _runtime(chunks), _length_multiple(config)
     items = [item for group in groups for item in work.whole_sequences(group, multiple)]
     (count,) = _largest_counts(config, len(items))
-    items = work.filled(items, count, Phase.PLAIN, multiple, _device(chunks))
+    items = work.filled(items, count, Phase.PLAIN, work.no_group(_device(chunks)), multiple)
     finalize = config.finalize_model_grads_func
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     # Megatron's recomputation forgets which micro-batch a layer was run for: IndexShare then takes another one's
@@ -161,7 +162,7 @@ def stock_forward_backward(
     finally:
         runtime.end()
     if finalize is not None:
-        finalize(chunks, None)
+        finalize(chunks, None, force_all_reduce=force_all_reduce)
     return reports
 
 
@@ -206,7 +207,8 @@ def _run_group(
     count_chunks, count_responses = _largest_counts(config, len(capture), len(replay))
     if not count_responses:
         return []
-    fill = functools.partial(work.filled, multiple=_length_multiple(config), device=_device(chunks))
+    idle_group = group or work.no_group(_device(chunks))
+    fill = functools.partial(work.filled, group=idle_group, multiple=_length_multiple(config))
     if group is not None:
         runtime.state = PromptState(len(group.prompt) - 1, _state_options(options, exact, config))
     try:
@@ -235,7 +237,7 @@ def _work(
     chunk = options.prompt_chunk_tokens
     return (
         work.prompt_chunks(group, Phase.CAPTURE, chunk, multiple, multiplicity=count),
-        list(work.responses(group, multiple, multiplicity=min(count, 1))),
+        work.responses(group, multiple, multiplicity=min(count, 1)),
         work.prompt_chunks(group, Phase.PROMPT, chunk, multiple)[::-1],
     )
 
@@ -275,7 +277,7 @@ def _call_megatron(
             observer.on_item(item)
         runtime.begin(item.segment)
         output, loss_func = forward_step_func(iter([item]), model)
-        return output, functools.partial(_loss, loss_func if len(item.targets) else None)
+        return output, functools.partial(_loss, None if item.response is None else loss_func)
 
     reports = megatron_schedule()(
         forward_step_func=step,

@@ -88,7 +88,7 @@ def choose_positions(index: IndexQueries, prompt: LatentRows | None, query_block
         candidates = scores.masked_fill_(future, -math.inf), own_positions.expand_as(scores)
         if prompt is not None:
             before = _best_of_prompt(index, block, prompt)
-            candidates = tuple(torch.cat(pair, 1) for pair in zip(before, candidates, strict=True))
+            candidates = torch.cat([before[0], candidates[0]], 1), torch.cat([before[1], candidates[1]], 1)
         values, positions = _best(*candidates, index.topk)
         chosen[block, : positions.shape[1]] = positions.where(values > -math.inf, -1).int()
     return chosen
@@ -119,14 +119,12 @@ def sparse_attention(
         [T, H, V] in the dtype of the queries. The gradient of `rows_TD` is this rank's heads' part: the caller's
         gather over sequence-parallel ranks sums it.
     """
-    return _SparseAttention.apply(  # type: ignore[no-any-return]
-        q_THD, rows_TD, chosen_TK, prompt, value_width, scale, query_block
-    )
+    return _SparseAttention.apply(q_THD, rows_TD, chosen_TK, prompt, value_width, scale, query_block)
 
 
 def inject_latent_gradient(latent: Tensor, rows: OwnedRows, segment: Segment) -> Tensor:
     """Identity on a prompt chunk's rows [T, D]; backward adds, on each row's owner, the gradient it gathered."""
-    return _InjectLatentGradient.apply(latent, rows, segment)  # type: ignore[no-any-return]
+    return _InjectLatentGradient.apply(latent, rows, segment)
 
 
 def latent_root(q_THD: Tensor, latent: Tensor, value_width: int, rows: OwnedRows, segment: Segment) -> Tensor:
@@ -134,7 +132,7 @@ def latent_root(q_THD: Tensor, latent: Tensor, value_width: int, rows: OwnedRows
 
     Returns zeros [T, H, V]; backward ignores their gradient and gives the rows what they gathered.
     """
-    return _LatentRoot.apply(q_THD, latent, value_width, rows, segment)  # type: ignore[no-any-return]
+    return _LatentRoot.apply(q_THD, latent, value_width, rows, segment)
 
 
 def dense_choice(index: IndexQueries, keys_SI: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_longstraw.config import ConfigError, RunConfig
 from megatron_longstraw.distributed import agree
-from megatron_longstraw.measure import PeakBytes, StepMeter, screen_of
+from megatron_longstraw.measure import PHASES, NonFiniteGradientError, PeakBytes, StepMeter, screen_of
 from megatron_longstraw.models import DTYPES, build_model
 from megatron_longstraw.models.layers import HeadInput, log_prob_head
 from megatron_longstraw.models.parameters import named_parameters
@@ -98,7 +98,7 @@ def grpo_forward_step(run: RunConfig, keep_log_probs: bool = False) -> ForwardSt
 
     def forward_step(items: Iterator[WorkItem], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         item = next(items)
-        payload = None if item.group is None else item.group.payload
+        payload: GroupTargets | None = item.group.payload  # None: other ranks have a group now, and this one none
         head = HeadInput(
             targets=item.targets,
             first_row=item.first_row,
@@ -203,11 +203,16 @@ class Trainer:
                 options=self.run.schedule,
                 observer=meter,
             )
+            self._check_finite()
             learning_rate = self.optimizer.param_groups[0]["lr"]
             _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
         meter.close()
         responses = [r for group in groups for r in group.responses]
+        seconds = largest({phase: meter.seconds.get(phase, 0.0) for phase in PHASES}, self.device)
+        bytes_ = largest(
+            {"state": meter.state_bytes, "state_gradient": meter.state_gradient_bytes, "peak": memory.peak}, self.device
+        )
         return {
             **summed_reports(reports, self.device),
             "reward_mean": float(np.mean([r.reward for r in responses])),
@@ -218,17 +223,17 @@ class Trainer:
             "prompt_tokens": sum(len(group.prompt_ids) for group in groups),
             "response_tokens": sum(len(r.ids) for r in responses),
             "trained_tokens": int(sum(r.mask.sum() for r in responses)),
-            "seconds": {"step": time.perf_counter() - start, **_largest(meter.seconds, self.device)},
-            **_largest(
-                {
-                    "state_bytes": meter.state_bytes,
-                    "state_gradient_bytes": meter.state_gradient_bytes,
-                    "peak_bytes": memory.peak,
-                },
-                self.device,
-                int,
-            ),
+            "seconds": {"step": time.perf_counter() - start, **seconds},
+            "state_bytes": int(bytes_["state"]),
+            "state_gradient_bytes": int(bytes_["state_gradient"]),
+            "peak_bytes": int(bytes_["peak"]),
         }
+
+    def _check_finite(self) -> None:
+        """Stops all ranks, with the weights as they were, where any rank's gradient is not finite."""
+        buffers = [b for chunk in self.model for b in chunk.buffers + chunk.expert_parallel_buffers]
+        finite = all(bool(buffer.grad_data.isfinite().all()) for buffer in buffers)
+        agree(None if finite else NonFiniteGradientError())
 
     def save(self, folder: Path) -> None:
         """Writes this rank's weights, by their names in the whole model, to `folder`.
@@ -299,6 +304,8 @@ def train(run: RunConfig, rollouts: Path, output: Path, steps: int | None, devic
         count = sum(1 for _ in read())
         if dist.get_rank() == 0:
             output.mkdir(parents=True, exist_ok=True)
+            if (output / "metrics.jsonl").exists():
+                raise ConfigError(f"--output {output}: a run's metrics.jsonl is there already; name another folder")
     except (ValueError, OSError) as e:
         error = e
     agree(error)
@@ -332,12 +339,11 @@ def _batches(groups: Iterator[RolloutGroup], size: int, count: int) -> Iterator[
             yield list(itertools.islice(groups, min(size, count - first)))
 
 
-def _largest(values: dict[str, Any], device: torch.device, kind: type = float) -> dict[str, Any]:
-    """The largest of each value over all ranks; a rank may lack some of the phases."""
-    names = sorted({*values, "capture", "replay", "prompt_backward"} if kind is float else values)
-    tensor = torch.tensor([float(values.get(name, 0)) for name in names], dtype=torch.float64, device=device)
+def largest(values: dict[str, float], device: torch.device) -> dict[str, float]:
+    """The largest of each value over all ranks, which give the same names."""
+    tensor = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return {name: kind(value) for name, value in zip(names, tensor.tolist(), strict=True)}
+    return dict(zip(values, tensor.tolist(), strict=True))
 
 
 def _line(metrics: dict[str, Any], steps: int) -> str:

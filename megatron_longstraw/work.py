@@ -12,7 +12,7 @@ schedule: a captured prompt token stands for one in each non-empty response, a t
 prompt chunks that run again, idle work and all work of an evaluation for none.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,24 +50,55 @@ class PromptGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkItem:
-    """One micro-batch.
+    """One micro-batch. Its tensors are made when asked for, so a prompt's items cost nothing until they run.
 
     Args:
         segment: what it is and which positions it covers.
-        tokens: [1, T] ids, padded. position_ids: [1, T].
-        targets: [n] ids to predict; empty for prompt chunks.
-        first_row: the token that predicts the first target.
-        group: the group it is of; None for idle work.
-        response: index of the response in the group, or None.
+        group: the group it is of. Idle work has one too, for its device, and nothing else of it; where a rank has
+            no group at all while others do, it is an empty one without payload (`no_group`).
+        response: index of the response in the group; None for prompt chunks and idle work.
+        multiple: the number of tokens is padded to a multiple of this.
     """
 
     segment: Segment
-    tokens: Tensor
-    position_ids: Tensor
-    targets: Tensor
-    first_row: int = 0
-    group: PromptGroup | None = None
+    group: PromptGroup
     response: int | None = None
+    multiple: int = 1
+
+    @property
+    def tokens(self) -> Tensor:
+        """[1, T] ids, padded with 0."""
+        ids = self._ids()
+        return torch.nn.functional.pad(ids, (0, -len(ids) % self.multiple))[None]
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[1, T] positions."""
+        length = self.segment.length + -self.segment.length % self.multiple
+        return torch.arange(self.segment.start, self.segment.start + length, device=self.group.prompt.device)[None]
+
+    @property
+    def targets(self) -> Tensor:
+        """[n] ids to predict; empty for prompt chunks and idle work."""
+        return self.group.prompt[:0] if self.response is None else self.group.responses[self.response]
+
+    @property
+    def first_row(self) -> int:
+        """The token that predicts the first target."""
+        return len(self.group.prompt) - 1 if self.segment.phase is Phase.PLAIN else 0
+
+    def _ids(self) -> Tensor:
+        prompt, start = self.group.prompt, self.segment.start
+        if self.segment.phase is Phase.IDLE:
+            return prompt.new_zeros(self.segment.length)
+        if self.response is None:
+            return prompt[start : self.segment.end]
+        return torch.cat([prompt[start:], self.group.responses[self.response][:-1]])
+
+
+def no_group(device: torch.device) -> PromptGroup:
+    """A group without work or payload."""
+    return PromptGroup(prompt=torch.zeros(1, dtype=torch.int64, device=device), responses=())
 
 
 def prompt_chunks(
@@ -75,66 +106,34 @@ def prompt_chunks(
 ) -> list[WorkItem]:
     """The prompt's chunks in order, as CAPTURE or PROMPT work; none for a prompt of one token."""
     captured = len(group.prompt) - 1
-    return [
-        _item(
-            phase,
-            start,
-            group.prompt[start : min(start + chunk_tokens, captured)],
-            multiple,
-            multiplicity=multiplicity,
-            group=group,
-        )
+    segments = (
+        Segment(phase=phase, start=start, length=min(chunk_tokens, captured - start), multiplicity=multiplicity)
         for start in range(0, captured, chunk_tokens)
-    ]
+    )
+    return [WorkItem(segment=segment, group=group, multiple=multiple) for segment in segments]
 
 
-def responses(group: PromptGroup, multiple: int, multiplicity: int = 1) -> Iterator[WorkItem]:
+def responses(group: PromptGroup, multiple: int, multiplicity: int = 1) -> list[WorkItem]:
     """The non-empty responses, on top of the prompt's state."""
-    last = len(group.prompt) - 1
-    for index, response in enumerate(group.responses):
-        if len(response):
-            tokens = torch.cat([group.prompt[-1:], response[:-1]])
-            yield _item(
-                Phase.RESPONSE,
-                last,
-                tokens,
-                multiple,
-                multiplicity=multiplicity,
-                targets=response,
-                group=group,
-                response=index,
-            )
+    return _response_items(group, Phase.RESPONSE, len(group.prompt) - 1, multiple, multiplicity)
 
 
-def whole_sequences(group: PromptGroup, multiple: int) -> Iterator[WorkItem]:
+def whole_sequences(group: PromptGroup, multiple: int) -> list[WorkItem]:
     """The non-empty responses, each behind a prompt of its own, for the stock schedule."""
-    for index, response in enumerate(group.responses):
-        if len(response):
-            tokens = torch.cat([group.prompt, response[:-1]])
-            first_row = len(group.prompt) - 1
-            yield _item(
-                Phase.PLAIN,
-                0,
-                tokens,
-                multiple,
-                targets=response,
-                first_row=first_row,
-                group=group,
-                response=index,
-            )
+    return _response_items(group, Phase.PLAIN, 0, multiple)
 
 
-def filled(items: Sequence[WorkItem], count: int, phase: Phase, multiple: int, device: torch.device) -> list[WorkItem]:
+def filled(items: Sequence[WorkItem], count: int, phase: Phase, group: PromptGroup, multiple: int) -> list[WorkItem]:
     """Adds idle work at the end, in place of work of a phase, until there are `count` items.
 
     Args:
         items: work of the phase.
-        count: how many items other ranks have, which this rank shares collectives with.
+        count: how many items other ranks have, whose collectives this rank takes part in.
         phase: what the others run meanwhile.
+        group: of the idle work.
         multiple: tokens of a micro-batch are a multiple of this.
-        device: of the tokens.
     """
-    return [*items, *[_idle(multiple, device, phase)] * (count - len(items))]
+    return [*items, *[_idle(group, multiple, phase)] * (count - len(items))]
 
 
 def padded(items: Sequence[WorkItem], pipeline_stages: int, multiple: int) -> list[WorkItem]:
@@ -151,28 +150,26 @@ def padded(items: Sequence[WorkItem], pipeline_stages: int, multiple: int) -> li
     items = list(items)
     if pipeline_stages > 1:
         wanted = max(-(-len(items) // pipeline_stages), 2) * pipeline_stages
-        items += [_idle(multiple, items[0].tokens.device)] * (wanted - len(items))
+        items += [_idle(items[0].group, multiple)] * (wanted - len(items))
     return items
 
 
-def _idle(multiple: int, device: torch.device, in_place_of: Phase | None = None) -> WorkItem:
-    tokens = torch.zeros(multiple, dtype=torch.int64, device=device)
-    return _item(Phase.IDLE, 0, tokens, multiple, multiplicity=0, in_place_of=in_place_of)
+def _idle(group: PromptGroup, multiple: int, in_place_of: Phase | None = None) -> WorkItem:
+    segment = Segment(phase=Phase.IDLE, start=0, length=multiple, multiplicity=0, in_place_of=in_place_of)
+    return WorkItem(segment=segment, group=group, multiple=multiple)
 
 
-def _item(
-    phase: Phase,
-    start: int,
-    tokens: Tensor,
-    multiple: int,
-    *,
-    multiplicity: int = 1,
-    in_place_of: Phase | None = None,
-    **fields: Any,
-) -> WorkItem:
-    padding = -len(tokens) % multiple
-    ids = torch.nn.functional.pad(tokens, (0, padding))
-    positions = torch.arange(start, start + len(ids), device=ids.device)
-    fields.setdefault("targets", tokens[:0])
-    segment = Segment(phase=phase, start=start, length=len(tokens), multiplicity=multiplicity, in_place_of=in_place_of)
-    return WorkItem(segment=segment, tokens=ids[None], position_ids=positions[None], **fields)
+def _response_items(
+    group: PromptGroup, phase: Phase, start: int, multiple: int, multiplicity: int = 1
+) -> list[WorkItem]:
+    prompt = len(group.prompt) - start
+    return [
+        WorkItem(
+            segment=Segment(phase=phase, start=start, length=prompt + len(response) - 1, multiplicity=multiplicity),
+            group=group,
+            response=index,
+            multiple=multiple,
+        )
+        for index, response in enumerate(group.responses)
+        if len(response)
+    ]

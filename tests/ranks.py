@@ -39,9 +39,14 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """Pools of rank processes, one pool per world size, started at first use."""
+    """Pools of rank processes, one pool per world size, started at first use.
 
-    def __init__(self) -> None:
+    Args:
+        device: "cpu" (gloo), or "cuda" (NCCL, a GPU a rank).
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._pools: dict[int, _Pool] = {}
 
     def run(self, layout: Layout, body: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
@@ -57,7 +62,7 @@ class Ranks:
         """
         pool = self._pools.get(layout.world_size)
         if pool is None or pool.broken:
-            pool = self._pools[layout.world_size] = _Pool(layout.world_size)
+            pool = self._pools[layout.world_size] = _Pool(layout.world_size, self._device)
         return pool.run(layout, body, args, timeout)
 
     def close(self) -> None:
@@ -66,7 +71,7 @@ class Ranks:
 
 
 class _Pool:
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, device: str) -> None:
         self.broken = False
         context = multiprocessing.get_context("spawn")
         port = _free_port()
@@ -74,8 +79,9 @@ class _Pool:
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, port, theirs), daemon=True)
-            with _environment(OMP_NUM_THREADS="1"):
+            process = context.Process(target=_serve, args=(rank, world_size, port, device, theirs), daemon=True)
+            hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+            with _environment(OMP_NUM_THREADS="1", **hidden):
                 process.start()
             self._connections.append(ours)
             self._processes.append(process)
@@ -113,18 +119,23 @@ class _Pool:
             process.join()
 
 
-def _serve(rank: int, world_size: int, port: int, connection: Connection) -> None:
+def _serve(rank: int, world_size: int, port: int, device: str, connection: Connection) -> None:
     """The life of a rank process: takes bodies, answers (fine, result or traceback)."""
-    from megatron_longstraw import cpu_platform
+    from megatron_longstraw import cpu_platform, distributed
 
-    cpu_platform.install()
+    distributed.quiet()
+    if device == "cpu":
+        cpu_platform.install()
     import torch
 
     torch.set_num_threads(1)
-    # NaN in every uninitialised buffer, so that reading one shows
-    torch.use_deterministic_algorithms(True)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        # NaN in every uninitialised buffer, so that reading one shows
+        torch.use_deterministic_algorithms(True)
     torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+        "nccl" if device == "cuda" else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
     )
     current: Layout | None = None
     while True:

@@ -1,7 +1,6 @@
 """Builds the models that the schedule can run, from Megatron's modules."""
 
 import dataclasses
-import logging
 from typing import Any
 
 import torch
@@ -46,7 +45,6 @@ def build_model(run: RunConfig, *, plain_attention: str = "longstraw") -> list[P
     runtime = Runtime()
     runtime.recompute = run.schedule.recompute
     specs = _layer_specs(run, config, backend, runtime, plain_attention)
-    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # GPTModel's deprecation note
     chunks = []
     for vp_stage in range(run.parallel.vpp) if run.parallel.vpp else [None]:
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)

@@ -82,8 +82,9 @@ class DuplicatedLinear(torch.nn.Module):
         super().__init__()
         assert not bias
         data = torch.empty(output_size, input_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.weight: Any = torch.nn.Parameter(data)
-        self.weight.sequence_parallel = config.sequence_parallel
+        weight: Any = torch.nn.Parameter(data)
+        weight.sequence_parallel = config.sequence_parallel
+        self.weight = weight
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return F.linear(x, self.weight), None

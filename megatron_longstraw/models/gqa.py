@@ -55,8 +55,9 @@ class PromptCoreAttention(MegatronModule):
         self.is_last = layer_number == config.num_layers
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         # SelfAttention sets num_query_groups to the TP size where ranks share a KV head
-        self.owners, self.group = 1, None
-        self.plain = None
+        self.owners = 1
+        self.group: dist.ProcessGroup | None = None
+        self.plain: DotProductAttention | None = None
         if plain_attention == "megatron":
             self.plain = DotProductAttention(
                 config, layer_number, attn_mask_type, attention_type, None, softmax_scale, None, pg_collection

@@ -49,7 +49,7 @@ class PromptLayer(TransformerLayer):
         def run(hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
             return self._forward(hidden_states, *args, **kwargs)
 
-        return checkpoint(  # type: ignore[no-any-return]
+        return checkpoint(
             run,
             hidden_states,
             use_reentrant=False,

@@ -123,10 +123,12 @@ def initialize_weights(model_chunks: Sequence[Any], seed: int) -> None:
     """Draws all matrices from normal distributions, each from its own name and the seed.
 
     The spread is Megatron's: init_method_std, and that / sqrt(2 * num_layers) for projections back into the
-    residual stream. Norms and biases keep what they were built with.
+    residual stream. Biases are zero; norms keep what they were built with.
     """
     for item in named_parameters(model_chunks):
         if item.parameter.dim() < 2:
+            if item.name.endswith(".bias"):
+                torch.nn.init.zeros_(item.parameter)
             continue
         config = model_chunks[0].config
         std = config.init_method_std

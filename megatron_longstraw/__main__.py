@@ -1,0 +1,5 @@
+"""``python -m megatron_longstraw``, also under torchrun."""
+
+from megatron_longstraw.cli import main
+
+main()

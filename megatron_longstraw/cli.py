@@ -1,0 +1,222 @@
+"""The command line: ``train`` and ``compare`` under torchrun, ``demo`` by itself.
+
+A mistake of the user's ends every rank with exit status 2 and one line that says what to change.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_longstraw.config import ConfigError, RunConfig, load_config, parse_override
+
+_USAGE = """\
+torchrun --nproc-per-node N -m megatron_longstraw train --config FILE --rollouts FILE --output DIR
+       torchrun --nproc-per-node N -m megatron_longstraw compare --config FILE --rollouts FILE --json OUT
+       longstraw demo"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command; exits with 0, with 1 where `compare` finds a difference, or with 2 on wrong input."""
+    options = _parser().parse_args(arguments)
+    try:
+        status = options.run(options)
+    except _user_errors() as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        status = 2
+    except _peer_errors():
+        status = 2  # the rank that failed says why
+    sys.exit(status)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="longstraw", usage=_USAGE, description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train over a rollout file (under torchrun)")
+    _add_run_options(train)
+    train.add_argument("--output", type=Path, required=True, help="folder for metrics.jsonl and weights/")
+    train.add_argument("--steps", type=_positive, help="optimizer steps (default: once through the file)")
+    train.set_defaults(run=_train)
+
+    compare = commands.add_parser("compare", help="the same groups by the stock schedule and by ours (under torchrun)")
+    _add_run_options(compare)
+    compare.add_argument("--json", type=Path, required=True, help="where the result goes")
+    compare.add_argument("--limit", type=_positive, help="compare the first so many groups")
+    compare.add_argument("--prompt-gradient", choices=["exact", "detached"], help="schedule.prompt_gradient")
+    compare.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], help="dtype")
+    compare.add_argument(
+        "--stock-attention",
+        choices=["longstraw", "megatron"],
+        default="longstraw",
+        help="attention of the stock side: ours without prompt rows, or Megatron's own (short prompts)",
+    )
+    compare.set_defaults(run=_compare)
+
+    demo = commands.add_parser("demo", help="train and compare on English text, on two CPU ranks of this machine")
+    demo.add_argument("--output", type=Path, help="keep the demo's files here (default: a temporary folder)")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, required=True, help="run configuration (YAML)")
+    parser.add_argument("--rollouts", type=Path, required=True, help="rollout groups (JSONL)")
+    parser.add_argument("--seed", type=int, help="seed")
+    parser.add_argument("--max-prompt-tokens", type=_positive, metavar="N", help="keep the last N tokens of prompts")
+    for name in ("tp", "pp", "vpp", "ep"):
+        parser.add_argument(f"--{name}", type=_positive, metavar="N", help=f"parallel.{name}")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, by its dotted name; repeatable"
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not >= 1")
+    return value
+
+
+_OVERRIDES = {
+    "seed": "seed",
+    "dtype": "dtype",
+    "prompt_gradient": "schedule.prompt_gradient",
+    "max_prompt_tokens": "data.max_prompt_tokens",
+    "tp": "parallel.tp",
+    "pp": "parallel.pp",
+    "vpp": "parallel.vpp",
+    "ep": "parallel.ep",
+}
+
+
+def _load(options: argparse.Namespace) -> RunConfig:
+    overrides = [parse_override(text) for text in options.set]
+    for option, key in _OVERRIDES.items():
+        value = getattr(options, option, None)
+        if value is not None:
+            overrides.append((key, value))
+    return load_config(options.config, overrides)
+
+
+def _start(options: argparse.Namespace) -> tuple[RunConfig, Any]:
+    """Joins the ranks, reads the configuration, and lays Megatron's groups out; fails on all ranks together."""
+    from megatron_longstraw import distributed
+
+    distributed.quiet()
+    device = distributed.start()
+    run, error = None, None
+    try:
+        run = _load(options)
+        distributed.check_world_size(run.parallel, int(os.environ["WORLD_SIZE"]))
+    except ConfigError as e:
+        error = e
+    distributed.agree(error)
+    assert run is not None
+    distributed.initialize_model_parallel(run.parallel)
+    _say_what_runs(run)
+    return run, device
+
+
+def _say_what_runs(run: RunConfig) -> None:
+    import torch.distributed as dist
+
+    from megatron_longstraw.models.backend import resolve_backend
+
+    _, backend = resolve_backend(run.model.backend)
+    if dist.get_rank() == 0:
+        parallel = run.parallel
+        data_parallel = dist.get_world_size() // (parallel.tp * parallel.pp)
+        untested = " (written against Megatron's provider, not tested by this project yet)"
+        print(
+            f"{dist.get_world_size()} ranks ({dist.get_backend()}): tp {parallel.tp} x pp {parallel.pp}"
+            f"{f' (interleaved x {parallel.vpp})' if parallel.vpp else ''} x dp {data_parallel}, ep {parallel.ep}; "
+            f"{run.dtype}; layers: {backend}{untested if backend == 'transformer_engine' else ''}; "
+            f"prompt gradient: {run.schedule.prompt_gradient}",
+            flush=True,
+        )
+
+
+def _train(options: argparse.Namespace) -> int:
+    run, device = _start(options)
+    from megatron_longstraw.trainer import train
+
+    train(run, options.rollouts, options.output, options.steps, device)
+    return _leave(0)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    run, device = _start(options)
+    import torch.distributed as dist
+
+    from megatron_longstraw import compare
+    from megatron_longstraw.distributed import agree
+    from megatron_longstraw.trainer import run_reader
+
+    groups, error = [], None
+    try:
+        groups = list(itertools.islice(run_reader(run, options.rollouts)(), options.limit))
+        if not options.json.parent.is_dir():
+            raise ConfigError(f"--json {options.json}: the folder {options.json.parent} does not exist")
+    except (ValueError, OSError) as e:
+        error = e
+    agree(error)
+    head = {"config": dataclasses.asdict(run), "stock_attention": options.stock_attention}
+    entries: list[dict[str, Any]] = []
+
+    def show(entry: dict[str, Any]) -> None:
+        if dist.get_rank() != 0:
+            return
+        if not entries:
+            print(compare.TABLE_HEAD, "-" * len(compare.TABLE_HEAD), sep="\n")
+        print(compare.table_row(entry), flush=True)
+        entries.append(entry)
+        _write_json(options.json, {**head, "world_size": dist.get_world_size(), "groups": entries, "all": None})
+
+    result = compare.compare(run, groups, device, plain_attention=options.stock_attention, on_group=show)
+    if dist.get_rank() == 0:
+        _write_json(options.json, {**head, **result})
+        print(compare.verdict(run, result), f"wrote {options.json}", sep="\n", flush=True)
+    return _leave(0 if result["passed"] else 1)
+
+
+def _write_json(path: Path, result: dict[str, Any]) -> None:
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from megatron_longstraw.demo import demo
+
+    return demo(options.output)
+
+
+def _leave(status: int) -> int:
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+    return status
+
+
+def _user_errors() -> tuple[type[BaseException], ...]:
+    from megatron_longstraw.rollouts import RolloutError
+
+    errors: list[type[BaseException]] = [ConfigError, RolloutError, FileNotFoundError, PermissionError]
+    if "torch" in sys.modules:
+        from megatron_longstraw.measure import NonFiniteGradientError
+
+        errors.append(NonFiniteGradientError)
+    return tuple(errors)
+
+
+def _peer_errors() -> tuple[type[BaseException], ...]:
+    if "torch" not in sys.modules:
+        return ()
+    from megatron_longstraw.distributed import PeerError
+
+    return (PeerError,)

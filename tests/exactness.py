@@ -1,0 +1,174 @@
+"""Bodies for rank processes that run both schedules, and what tests make of the results."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_longstraw.config import ModelConfig, ObjectiveConfig, ParallelConfig, RunConfig, ScheduleConfig
+from megatron_longstraw.rollouts import Response, RolloutGroup
+from tests.float64 import KeepFloat64
+from tests.ranks import Layout
+
+LAYOUTS = [
+    Layout(),
+    Layout(tp=2),
+    Layout(tp=4),  # more ranks than KV heads: two share one
+    Layout(pp=2),
+    Layout(pp=4, vpp=2),
+    Layout(tp=2, pp=2),
+    Layout(dp=2),
+]
+
+TINY = ModelConfig(
+    vocab_size=256,
+    transformer={
+        "num_layers": 4,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "qk_layernorm": True,
+    },
+)
+# sizes that divide nothing, so that every edge is met
+UNEVEN = ScheduleConfig(prompt_chunk_tokens=32, page_tokens=7, attention_block_tokens=19, log_prob_block_tokens=5)
+
+
+def tiny_run(layout: Layout, **changes: Any) -> RunConfig:
+    parallel = ParallelConfig(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, ep=layout.ep)
+    model = TINY
+    if layout.pp * (layout.vpp or 1) > 4:
+        model = replace(TINY, transformer={**TINY.transformer, "num_layers": 8})
+    fields: dict[str, Any] = {"model": model, "parallel": parallel, "schedule": UNEVEN, "dtype": "float32"}
+    return RunConfig(**{**fields, **changes})
+
+
+def response(generator: np.random.Generator, n: int, mask: Sequence[int] | None = None, **fields: Any) -> Response:
+    return Response(
+        ids=generator.integers(0, 256, n),
+        mask=np.ones(n, dtype=bool) if mask is None else np.array(mask, dtype=bool),
+        reward=float(generator.normal()),
+        **fields,
+    )
+
+
+def group(name: str, prompt: int, *responses: Response, seed: int = 0, temperature: float = 1.0) -> RolloutGroup:
+    return RolloutGroup(
+        group_id=name,
+        prompt_ids=np.random.default_rng([seed, prompt]).integers(0, 256, prompt),
+        responses=responses,
+        temperature=temperature,
+        meta=None,
+        source=f"test:{name}",
+    )
+
+
+def edge_groups() -> list[RolloutGroup]:
+    """Prompts about the chunk's length, responses of 0 and 1 tokens, loss in odd places; an uneven number."""
+    g = np.random.default_rng(0)
+    old = {"old_log_probs": -5.0 + 0.4 * g.normal(size=9), "ref_log_probs": -5.0 + 0.4 * g.normal(size=9)}
+    return [
+        group("uneven chunks", 101, response(g, 5), response(g, 1), response(g, 0), response(g, 17), temperature=0.7),
+        group("one token", 1, response(g, 3), response(g, 4)),
+        group("two tokens", 2, response(g, 6)),
+        group("one chunk", 33, response(g, 6, [1, 1, 0, 0, 1, 1]), response(g, 4, [1, 0, 0, 0])),
+        group("one chunk less", 32, response(g, 9, **old), response(g, 9, [0] * 9)),
+        group("one chunk and one", 34, response(g, 2), response(g, 40)),
+        group("nothing to do", 20, response(g, 0)),
+    ]
+
+
+@dataclass(frozen=True)
+class FullParameter:
+    """What a rank has of a parameter: enough to put the whole together."""
+
+    name: str
+    tensor: Tensor
+    shard: Any
+
+
+def join(ranks: Sequence[Sequence[FullParameter]]) -> dict[str, Tensor]:
+    """The whole model from the parts of all ranks; parts that several ranks have must be the same on each."""
+    parts: dict[str, dict[int, tuple[Tensor, Any]]] = {}
+    for rank in ranks:
+        for item in rank:
+            tp_rank = item.shard.rank
+            known = parts.setdefault(item.name, {}).setdefault(tp_rank, (item.tensor, item.shard))
+            torch.testing.assert_close(
+                item.tensor, known[0], rtol=1e-6, atol=1e-12, msg=f"{item.name} differs over DP or PP"
+            )
+    whole = {}
+    for name, by_rank in parts.items():
+        shard = by_rank[0][1]
+        tensors = [by_rank[r][0] for r in sorted(by_rank)]
+        if shard.dim is None:
+            for tensor in tensors[1:]:
+                torch.testing.assert_close(tensor, tensors[0], rtol=1e-5, atol=1e-9, msg=f"{name} differs over TP")
+        whole[name] = shard.join(tensors)
+    return whole
+
+
+def rank_device() -> torch.device:
+    """The device of a rank of tests.ranks."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str = "longstraw") -> dict[str, Any]:
+    """Stock and ours from the same weights, then a plain gradient step by ours, and again.
+
+    Returns:
+        Per step the comparison, the largest difference of log-probs, both losses, both gradients' parts, and the
+        expert biases after both; and the initial weights' parts.
+    """
+    from megatron_longstraw.compare import GATES, compare_gradients, run_schedule
+    from megatron_longstraw.models.parameters import named_buffers, named_parameters
+    from megatron_longstraw.trainer import build_ddp_model, unwrapped
+
+    device = rank_device()
+    model = build_ddp_model(run, plain_attention=plain_attention)
+    parameters = list(named_parameters(unwrapped(model)))
+    shards = {p.name: p.shard for p in parameters}
+    buffers = {b.name: b.tensor for b in named_buffers(unwrapped(model))}
+    float64 = KeepFloat64() if run.dtype == "float64" else contextlib.nullcontext()
+
+    def parts(tensors: dict[str, Tensor]) -> list[FullParameter]:
+        return [FullParameter(name, tensor.clone(), shards[name]) for name, tensor in tensors.items()]
+
+    result: dict[str, Any] = {"weights": parts({p.name: p.parameter.detach().cpu() for p in parameters}), "steps": []}
+    for _ in range(2):
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        with float64:
+            stock = run_schedule("stock", model, groups, run, device)
+        stock_buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        for name, buffer in buffers.items():
+            buffer.copy_(before[name])
+        with float64:
+            ours = run_schedule("longstraw", model, groups, run, device)
+        pairs = zip(ours.reports, stock.reports, strict=True)
+        result["steps"].append(
+            {
+                "comparison": compare_gradients(ours.gradients, stock.gradients, GATES[run.dtype]),
+                "log_probs": [(a["log_probs"] - b["log_probs"]).abs().max().item() for a, b in pairs],
+                "loss": (stock.loss, ours.loss),
+                "stock": parts(stock.gradients),
+                "ours": parts(ours.gradients),
+                "stock_buffers": stock_buffers,
+                "buffers": {name: buffer.clone() for name, buffer in buffers.items()},
+            }
+        )
+        for p in parameters:
+            p.parameter.data.sub_(ours.gradients[p.name].to(p.parameter), alpha=0.5)
+    return result
+
+
+def with_schedule(run: RunConfig, **changes: Any) -> RunConfig:
+    return replace(run, schedule=replace(run.schedule, **changes))
+
+
+def with_objective(run: RunConfig, **changes: Any) -> RunConfig:
+    return replace(run, objective=ObjectiveConfig(**changes))

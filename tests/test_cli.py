@@ -1,0 +1,162 @@
+"""The commands as a user runs them, under torchrun on two ranks: what they write, and how they refuse."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_longstraw.demo import demo_groups
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "examples" / "dense" / "tiny.yaml"
+SMALL = ["--set", "model.transformer.num_layers=2", "--set", "schedule.prompt_chunk_tokens=64"]
+
+
+def _torchrun(*arguments: Any, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "megatron_longstraw", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "groups.jsonl"
+    groups = demo_groups(3, prompt_bytes=200, responses=3)
+    path.write_text("".join(json.dumps(g) + "\n" for g in groups))
+    return path
+
+
+def test_train_writes_metrics_and_weights(rollouts: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    done = _torchrun(
+        "train",
+        "--config",
+        CONFIG,
+        "--rollouts",
+        rollouts,
+        "--output",
+        output,
+        "--set",
+        "data.groups_per_step=2",
+        *SMALL,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [line["groups"] for line in lines] == [2, 1]
+    for line in lines:
+        assert line["grad_norm"] > 0
+        assert line["prompt_tokens"] == 200 * line["groups"]
+        assert line["peak_bytes"] > line["state_gradient_bytes"] == line["state_bytes"] > 0
+        assert line["seconds"].keys() == {"step", "capture", "replay", "prompt_backward"}
+        assert all(seconds > 0 for seconds in line["seconds"].values())
+    assert "step 2/2" in done.stdout
+    weights = [load_file(output / "weights" / f"tp{rank:02d}-pp00.safetensors") for rank in (0, 1)]
+    assert weights[0].keys() == weights[1].keys()
+    assert weights[0]["embedding.word_embeddings.weight"].shape == (128, 128)
+    assert torch.equal(weights[0]["decoder.final_layernorm.weight"], weights[1]["decoder.final_layernorm.weight"])
+
+
+def test_compare_writes_the_documented_json(rollouts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = _torchrun(
+        "compare", "--config", CONFIG, "--rollouts", rollouts, "--json", out, "--limit", 2, "--max-prompt-tokens", 150,
+        "--dtype", "float64", "--pp", 2, "--tp", 1, *SMALL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "PASSED" in done.stdout
+    result = json.loads(out.read_text())
+    assert result.keys() >= {"config", "world_size", "groups", "all"}
+    assert result["config"]["parallel"]["pp"] == result["world_size"] == 2
+    assert result["all"]["relative_l2"] <= 1e-9
+    assert len(result["groups"]) == 2
+    for entry in result["groups"]:
+        assert entry["prompt_tokens"] == 150
+        assert len(entry["response_tokens"]) == 3
+        assert entry["loss"]["stock"] == pytest.approx(entry["loss"]["longstraw"], abs=1e-12)
+        assert entry["logprob_max_abs_diff"] <= 1e-12
+        assert entry["grad"]["relative_l2"] <= 1e-9
+        assert entry["grad"]["cosine"] >= 1 - 1e-9
+        assert entry["grad"]["worst_parameter"].keys() >= {"name", "rank", "relative_l2"}
+        assert [r["rank"] for r in entry["grad"]["per_rank"]] == [0, 1]
+        assert entry["peak_bytes"].keys() == {"stock", "longstraw"}
+        assert entry["seconds"].keys() == {"stock", "longstraw", "capture", "replay", "prompt_backward"}
+
+
+def test_detached_fails_the_gate_and_says_so(rollouts: Path, tmp_path: Path) -> None:
+    done = _torchrun(
+        "compare", "--config", CONFIG, "--rollouts", rollouts, "--json", tmp_path / "o.json", "--limit", 1,
+        "--prompt-gradient", "detached", *SMALL,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "DIFFERENT, as it must be" in done.stdout
+
+
+GROUP = {"group_id": "g", "prompt": "abc", "responses": [{"text": "de", "reward": 1.0}]}
+
+
+def _changed(**fields: Any) -> str:
+    return json.dumps(GROUP | fields)
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "message"),
+    [
+        ('{"group_id": "g", "prompt"', [], "bad.jsonl:1"),
+        (json.dumps({"group_id": "g", "prompt": "abc"}), [], "bad.jsonl:1"),
+        (_changed(responses=[{"text": "de", "reward": 1.0, "loss_mask": [1]}]), [], "loss_mask"),
+        (_changed(responses=[{"text": "de", "reward": float("nan")}]), [], "reward"),
+        (_changed(responses=[{"ids": [1, 256], "reward": 1.0}]), [], "256"),
+        ("", [], "bad.jsonl"),
+        (_changed(responses=[]), [], "responses"),
+        (_changed(), ["--set", "schedule.chunk=3"], "unknown key schedule.chunk"),
+        (_changed(), ["--tp", "3"], "parallel.tp=3"),
+        (_changed(), ["--tp", "1", "--pp", "4"], "start a multiple of 4 ranks"),
+        (_changed(), ["--set", "model.transformer.hidden_dropout=0.1"], "hidden_dropout=0.1"),
+        (_changed(), ["--set", "model.transformer.recompute_granularity=full"], "recompute_granularity='full'"),
+        (_changed(), ["--set", "model.transformer.no_such_field=1"], "no_such_field"),
+        (_changed(), ["--set", "model.backend=transformer_engine"], "model.backend=transformer_engine"),
+        (_changed(), ["--set", "dtype=float64"], "dtype=float64 is for compare"),
+        (_changed(), ["--set", "objective.kl_coef=0.1"], "ref_logprobs"),
+    ],
+    ids=[
+        "broken JSON", "missing field", "mask of the wrong length", "NaN reward", "id beyond the vocabulary",
+        "empty file", "no responses", "unknown key", "tp does not divide", "too few ranks", "dropout",
+        "recomputation", "unknown Megatron field", "no Transformer Engine", "float64 training", "KL without reference",
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_error_on_all_ranks(tmp_path: Path, lines: str, options: list[str], message: str) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(lines + "\n")
+    done = _torchrun("train", "--config", CONFIG, "--rollouts", bad, "--output", tmp_path / "run", *SMALL, *options)
+    assert done.returncode != 0
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, done.stderr
+    assert message in errors[0]
+    assert "Traceback" not in done.stderr.replace("traceback : To enable traceback", "")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_without_torchrun() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_longstraw",
+        "train",
+        "--config",
+        CONFIG,
+        "--rollouts",
+        "x",
+        "--output",
+        "y",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "start ranks with torchrun" in done.stderr
+    assert "Traceback" not in done.stderr

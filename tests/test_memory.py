@@ -1,0 +1,60 @@
+"""Peak bytes, counted: they don't grow with the number of responses, and no more than a chunk's with the prompt's."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_longstraw.config import ScheduleConfig
+from megatron_longstraw.measure import PeakBytes
+from tests.exactness import group, response, tiny_run
+from tests.ranks import Layout, Ranks
+
+
+def _peak(schedule: str, prompt: int, responses: int) -> dict[str, Any]:
+    from megatron.core import parallel_state as ps
+
+    from megatron_longstraw.compare import run_schedule
+    from megatron_longstraw.trainer import build_ddp_model
+
+    layout = Layout(tp=ps.get_tensor_model_parallel_world_size(), pp=ps.get_pipeline_model_parallel_world_size())
+    run = tiny_run(layout, schedule=ScheduleConfig(prompt_chunk_tokens=256, log_prob_block_tokens=64))
+    generator = np.random.default_rng(0)
+    rollouts = [group("g", prompt, *(response(generator, 40) for _ in range(responses)))]
+    result = run_schedule(schedule, build_ddp_model(run), rollouts, run, torch.device("cpu"))
+    return {"peak": result.peak_bytes, "outputs": sum(r["log_probs"].nbytes for r in result.reports)}
+
+
+def test_peak_does_not_depend_on_the_number_of_responses(ranks: Ranks) -> None:
+    for layout in (Layout(), Layout(tp=2), Layout(pp=2)):
+        two, eight = (ranks.run(layout, _peak, "longstraw", 2000, n) for n in (2, 8))
+        for rank, (a, b) in enumerate(zip(two, eight, strict=True)):
+            assert b["peak"] <= 1.01 * a["peak"], (layout, rank, a, b)
+
+
+def test_prompt_costs_its_state_and_no_more(ranks: Ranks) -> None:
+    """From 1000 to 4000 tokens: rows and their float32 gradients, and the ids; stock adds full activations."""
+    peaks = {
+        (schedule, prompt): ranks.run(Layout(), _peak, schedule, prompt, 2)[0]["peak"]
+        for schedule in ("longstraw", "stock")
+        for prompt in (1025, 4097)
+    }
+    row = 4 * 2 * 2 * 8 * (4 + 4)  # layers x (key, value) x heads x dim x (row and gradient)
+    ids = 8
+    ours = peaks["longstraw", 4097] - peaks["longstraw", 1025]
+    assert ours <= 3072 * (row + ids), (ours / 3072, row)
+    assert ours >= 3072 * row
+    assert peaks["stock", 4097] - peaks["stock", 1025] > 2 * ours
+
+
+def test_counter_counts_live_storages_once() -> None:
+    weight = torch.zeros(1000)
+    with PeakBytes([weight, weight[10:]]) as memory:
+        a = weight + 1  # 4000 more
+        b = a[5:].view(-1, 5)  # a view: nothing
+        del a
+        c = b.double()  # 7960
+        del b, c
+        d = torch.empty(100)  # 400
+        del d
+    assert memory.peak == 4000 + 4000 + 995 * 8

@@ -1,0 +1,132 @@
+"""Pages, owners and the ledger of rows: the numbered invariants of megatron_longstraw.prompt_state."""
+
+import pytest
+import torch
+
+from megatron_longstraw.prompt_state import OwnedRows, Pages, Phase, PromptState, Runtime, Segment, StateOptions
+
+
+def _chunk(start: int, length: int, phase: Phase = Phase.CAPTURE) -> Segment:
+    return Segment(phase=phase, start=start, length=length)
+
+
+def _rows(length: int, pages: Pages, gradient: torch.dtype | None = torch.float32) -> OwnedRows:
+    return OwnedRows(
+        length=length,
+        shapes={"key": (2, 3)},
+        pages=pages,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        gradient_dtype=gradient,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("page", [1, 4, 7])
+@pytest.mark.parametrize("length", [0, 1, 6, 7, 8, 29, 64])
+def test_every_position_has_one_owner_and_load_is_even(size: int, page: int, length: int) -> None:
+    owned = [Pages(page, rank, size).owned_before(length) for rank in range(size)]
+    assert sum(owned) == length
+    assert max(owned) - min(owned) <= page
+    by_position = [[(p // page) % size for p in range(length)].count(rank) for rank in range(size)]
+    assert owned == by_position
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("start", "end"), [(0, 0), (0, 29), (3, 5), (8, 16), (7, 23)])
+def test_runs_map_positions_to_rows(size: int, start: int, end: int) -> None:
+    page = 4
+    for rank in range(size):
+        pages = Pages(page, rank, size)
+        mine = [p for p in range(100) if size == 1 or (p // page) % size == rank]
+        expected = [(p - start, mine.index(p)) for p in mine if start <= p < end]
+        got = [
+            (h, r)
+            for here, row in pages.runs(start, end)
+            for h, r in zip(range(here.start, here.stop), range(row.start, row.stop), strict=True)
+        ]
+        assert got == expected
+
+
+def test_rows_of_all_owners_are_the_prompt() -> None:
+    whole = torch.randn(29, 2, 3)
+    rebuilt = torch.full_like(whole, torch.nan)
+    for rank in range(3):
+        pages = Pages(4, rank, 3)
+        rows = _rows(29, pages)
+        for start in range(0, 29, 10):
+            n = min(10, 29 - start)
+            padded = torch.cat([whole[start : start + n], torch.full((2, 2, 3), torch.nan)])
+            rows.write(_chunk(start, n), key=padded)
+        for here, row in pages.runs(0, 29):
+            rebuilt[here] = rows.values["key"][row]
+    assert torch.equal(rebuilt, whole)
+
+
+def test_gradient_is_taken_by_the_owner_only() -> None:
+    taken = torch.zeros(10, 2, 3)
+    for rank in range(2):
+        rows = _rows(10, Pages(3, rank, 2))
+        rows.write(_chunk(0, 10), key=torch.zeros(10, 2, 3))
+        for block in rows.blocks(10, 2):
+            rows.add_gradient(10, block, key=torch.ones(block.stop - block.start, 2, 3))
+        rows.take_gradient(_chunk(6, 4, Phase.PROMPT), key=taken[6:])
+        rows.take_gradient(_chunk(0, 6, Phase.PROMPT), key=taken[:6])
+        rows.check_complete()
+    assert torch.equal(taken, torch.ones(10, 2, 3))
+
+
+def test_ledger_refuses_what_would_be_silently_wrong() -> None:
+    rows = _rows(10, Pages(4, 0, 1))
+    with pytest.raises(RuntimeError, match="captured once and in order"):
+        rows.write(_chunk(5, 5), key=torch.zeros(5, 2, 3))
+    rows.write(_chunk(0, 5), key=torch.zeros(5, 2, 3))
+    with pytest.raises(RuntimeError, match="captured once and in order"):
+        rows.write(_chunk(0, 5), key=torch.zeros(5, 2, 3))
+    with pytest.raises(RuntimeError, match="rows before 10 read when 5 of 10"):
+        list(rows.blocks(10, 4))
+    with pytest.raises(RuntimeError, match="5 written"):
+        rows.check_complete()
+    rows.write(_chunk(5, 5), key=torch.zeros(5, 2, 3))
+    with pytest.raises(RuntimeError, match="reverse order"):
+        rows.take_gradient(_chunk(0, 5, Phase.PROMPT), key=torch.zeros(5, 2, 3))
+    rows.take_gradient(_chunk(5, 5, Phase.PROMPT), key=torch.zeros(5, 2, 3))
+    with pytest.raises(RuntimeError, match="comes after"):
+        rows.add_gradient(10, slice(0, 10), key=torch.zeros(10, 2, 3))
+    with pytest.raises(RuntimeError, match="5 gradients left"):
+        rows.check_complete()
+
+
+def test_detached_rows_have_no_gradient() -> None:
+    rows = _rows(4, Pages(4, 0, 1), gradient=None)
+    rows.write(_chunk(0, 4), key=torch.zeros(4, 2, 3))
+    rows.add_gradient(4, slice(0, 4), key=torch.ones(4, 2, 3))
+    assert rows.gradient_bytes() == 0
+    rows.check_complete()
+
+
+@pytest.mark.parametrize("owners", [1, 4])
+def test_bytes_are_those_of_the_formula(owners: int) -> None:
+    state = PromptState(1000, StateOptions(page_tokens=10))
+    for layer in (1, 2):
+        for _ in range(3):  # asking again allocates nothing
+            state.rows(
+                layer,
+                shapes={"key": (8, 128), "value": (8, 128)},
+                owner_rank=0,
+                owners=owners,
+                dtype=torch.bfloat16,
+                device=torch.device("cpu"),
+            )
+    assert state.bytes() == 2 * (1000 // owners) * 2 * 8 * 128 * 2
+    assert state.gradient_bytes() == 2 * state.bytes()
+
+
+def test_runtime_outside_the_schedule() -> None:
+    runtime = Runtime()
+    with pytest.raises(RuntimeError, match="only the schedule runs it"):
+        runtime.current_state()
+    chunk = _chunk(3, 4)
+    with runtime.resume(chunk):
+        assert runtime.segment is chunk
+    assert runtime.segment.phase is Phase.PLAIN

@@ -1,0 +1,217 @@
+"""The product: gradients of ours are the stock schedule's, on every layout, and every layout's are one rank's."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_longstraw.compare import GATES
+from megatron_longstraw.config import ConfigError, RunConfig
+from tests.exactness import LAYOUTS, edge_groups, join, tiny_run, two_steps, with_objective, with_schedule
+from tests.ranks import Layout, Ranks
+
+LOG_PROBS = {"float32": 5e-6, "float64": 1e-13}
+"""Log-probs near -5.5: float32's spacing there is 5e-7."""
+
+
+def _check(results: list[dict[str, Any]], dtype: str) -> None:
+    for step, rank in itertools.product((0, 1), range(len(results))):
+        outcome = results[rank]["steps"][step]
+        assert outcome["comparison"]["passed"], (step, rank, outcome["comparison"])
+        assert all(difference <= LOG_PROBS[dtype] for difference in outcome["log_probs"]), outcome["log_probs"]
+        stock, ours = outcome["loss"]
+        assert abs(stock - ours) <= LOG_PROBS[dtype]
+
+
+def _check_same(got: dict[str, Tensor], want: dict[str, Tensor], dtype: str) -> None:
+    """Two whole gradients: the per-parameter bounds of the gate."""
+    gate = GATES[dtype]
+    assert got.keys() == want.keys()
+    whole = torch.cat([w.flatten() for w in want.values()]).norm()
+    for name in want:
+        apart = (got[name] - want[name]).norm()
+        assert apart <= gate.relative * want[name].norm() + gate.floor * whole, (name, apart)
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks: Ranks) -> Callable[[RunConfig], list[dict[str, Any]]]:
+    """The results of one rank for the model and dtype of a run, computed once."""
+
+    @functools.cache
+    def results(layers: int, dtype: str) -> list[dict[str, Any]]:
+        run = tiny_run(Layout(), dtype=dtype)
+        transformer = {**run.model.transformer, "num_layers": layers}
+        run = replace(run, model=replace(run.model, transformer=transformer))
+        return ranks.run(Layout(), two_steps, run, edge_groups())
+
+    return lambda run: results(run.model.transformer["num_layers"], run.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_two_steps_equal_stock_and_one_rank(
+    ranks: Ranks, one_rank: Callable[[RunConfig], list[dict[str, Any]]], layout: Layout, dtype: str
+) -> None:
+    run = tiny_run(layout, dtype=dtype)
+    alone = one_rank(run)
+    results = alone if layout == Layout() else ranks.run(layout, two_steps, run, edge_groups())
+    _check(results, dtype)
+    weights = join([r["weights"] for r in results])
+    for name, tensor in join([r["weights"] for r in alone]).items():
+        assert torch.equal(weights[name], tensor), name
+    for step, side in itertools.product((0, 1), ("stock", "ours")):
+        want = join([r["steps"][step]["stock"] for r in alone])
+        _check_same(join([r["steps"][step][side] for r in results]), want, dtype)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=4)], ids=str)
+def test_megatrons_own_attention_agrees(ranks: Ranks, layout: Layout) -> None:
+    """The stock side with Megatron's DotProductAttention, which shares no code with ours."""
+    results = ranks.run(layout, two_steps, tiny_run(layout, dtype="float64"), edge_groups()[:3], "megatron")
+    _check(results, "float64")
+
+
+@pytest.mark.parametrize("chunk", [3, 32, 100, 101, 4096])
+def test_chunk_and_page_sizes_change_nothing(
+    ranks: Ranks, one_rank: Callable[[RunConfig], list[dict[str, Any]]], chunk: int
+) -> None:
+    run = with_schedule(
+        tiny_run(Layout(), dtype="float64"),
+        prompt_chunk_tokens=chunk,
+        page_tokens=chunk + 2,
+        log_prob_block_tokens=chunk,
+    )
+    results = ranks.run(Layout(), two_steps, run, edge_groups())
+    _check(results, "float64")
+    for step in (0, 1):
+        want = join([r["steps"][step]["stock"] for r in one_rank(run)])
+        _check_same(join([r["steps"][step]["ours"] for r in results]), want, "float64")
+
+
+def test_without_recomputation(ranks: Ranks) -> None:
+    run = with_schedule(tiny_run(Layout(pp=2), dtype="float64"), recompute=False)
+    _check(ranks.run(Layout(pp=2), two_steps, run, edge_groups()), "float64")
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"loss_agg_mode": "seq-mean-token-mean", "entropy_coef": 0.1},
+        {"loss_agg_mode": "seq-mean-token-sum", "clip_ratio_high": 0.28},
+    ],
+    ids=["entropy", "sequences"],
+)
+def test_objectives(ranks: Ranks, objective: dict[str, Any]) -> None:
+    run = with_objective(tiny_run(Layout(tp=2), dtype="float64"), **objective)
+    _check(ranks.run(Layout(tp=2), two_steps, run, edge_groups()), "float64")
+
+
+@pytest.mark.parametrize("changes", [{"tie_embeddings": True}, {"rotary_percent": 0.5}], ids=["tied", "partial RoPE"])
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
+def test_model_variants(ranks: Ranks, layout: Layout, changes: dict[str, Any]) -> None:
+    run = tiny_run(layout, dtype="float64")
+    run = replace(run, model=replace(run.model, **changes))
+    _check(ranks.run(layout, two_steps, run, edge_groups()[:4]), "float64")
+
+
+def test_gated_biased_layernorm_model_without_sequence_parallelism(ranks: Ranks) -> None:
+    run = tiny_run(Layout(tp=2))
+    transformer = {**run.model.transformer, "normalization": "LayerNorm", "add_bias_linear": True}
+    transformer |= {"gated_linear_unit": False, "activation_func": "gelu", "attention_output_gate": True}
+    run = replace(
+        run,
+        model=replace(run.model, transformer=transformer),
+        parallel=replace(run.parallel, sequence_parallel=False),
+    )
+    _check(ranks.run(Layout(tp=2), two_steps, run, edge_groups()[:4]), "float32")
+
+
+def test_detached_is_another_gradient(ranks: Ranks) -> None:
+    run = with_schedule(tiny_run(Layout(), dtype="float64"), prompt_gradient="detached")
+    step = ranks.run(Layout(), two_steps, run, edge_groups())[0]["steps"][0]
+    assert max(step["log_probs"]) <= LOG_PROBS["float64"]  # the forward is the same
+    assert not step["comparison"]["passed"]
+    assert step["comparison"]["relative_l2"] > 0.01
+
+
+def _bfloat16() -> list[float]:
+    from megatron_longstraw.compare import run_schedule
+    from megatron_longstraw.trainer import build_ddp_model
+
+    device = torch.device("cpu")
+    gradients = {}
+    for dtype, schedule in (("float64", "stock"), ("bfloat16", "stock"), ("bfloat16", "longstraw")):
+        run = tiny_run(Layout(tp=2), dtype=dtype)
+        outcome = run_schedule(schedule, build_ddp_model(run), edge_groups(), run, device)
+        gradients[dtype, schedule] = torch.cat([g.double().flatten() for g in outcome.gradients.values()])
+    true = gradients.pop(("float64", "stock"))
+    return [((g - true).norm() / true.norm()).item() for g in gradients.values()]
+
+
+def test_bfloat16_is_no_farther_from_float64_than_stock(ranks: Ranks) -> None:
+    """Rounding of the weights alone puts both at about 1 %; ours must add nothing of its own."""
+    for stock, ours in ranks.run(Layout(tp=2), _bfloat16):
+        assert ours <= 1.2 * stock <= 0.1, (stock, ours)
+
+
+def _forward_only() -> list[float]:
+    from megatron_longstraw.schedule import forward_backward
+    from megatron_longstraw.trainer import build_ddp_model, grpo_forward_step, prompt_groups
+
+    run = tiny_run(Layout(tp=2), dtype="float64")
+    model = build_ddp_model(run)
+    groups = prompt_groups(edge_groups(), run, torch.device("cpu"))
+    step = grpo_forward_step(run, keep_log_probs=True)
+    arguments = {"forward_step_func": step, "model": model, "num_microbatches": len(groups), "options": run.schedule}
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    scored = forward_backward(data_iterator=iter(groups), forward_only=True, **arguments)
+    assert all(not p.main_grad.any() for chunk in model for p in chunk.parameters())
+    trained = forward_backward(data_iterator=iter(groups), **arguments)
+    return [(a["log_probs"] - b["log_probs"]).abs().max().item() for a, b in zip(scored, trained, strict=True)]
+
+
+def test_forward_only_scores_without_gradients(ranks: Ranks) -> None:
+    for differences in ranks.run(Layout(tp=2), _forward_only):
+        assert differences and max(differences) == 0
+
+
+def _refuse(setting: str, value: Any) -> str:
+    from megatron_longstraw.schedule import check_model
+    from megatron_longstraw.trainer import build_ddp_model
+
+    model = build_ddp_model(tiny_run(Layout()))
+    target = model[0].ddp_config if hasattr(model[0].ddp_config, setting) else model[0].config
+    setattr(target, setting, value)
+    try:
+        check_model(model)
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("hidden_dropout", 0.1),
+        ("attention_dropout", 0.1),
+        ("recompute_granularity", "full"),
+        ("context_parallel_size", 2),
+        ("calculate_per_token_loss", False),
+        ("variable_seq_lengths", False),
+        ("overlap_grad_reduce", True),
+        ("overlap_param_gather", True),
+        ("grad_sync_func", print),
+        ("fp8", "hybrid"),
+        ("cuda_graph_impl", "local"),
+    ],
+)
+def test_settings_of_a_host_are_refused_by_name(ranks: Ranks, setting: str, value: Any) -> None:
+    (message,) = ranks.run(Layout(), _refuse, setting, value)
+    assert setting in message
+    assert "not supported" in message or "is set" in message
