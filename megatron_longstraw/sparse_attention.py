@@ -242,7 +242,7 @@ def _best_of_prompt(index: IndexQueries, block: slice, prompt: LatentRows) -> tu
     missing = (0, width - values.shape[1])
     values = torch.nn.functional.pad(values, missing, value=-math.inf)
     positions = torch.nn.functional.pad(positions, missing, value=prompt.end)
-    values, positions = (_gather(x, prompt.group).transpose(0, 1).flatten(1) for x in (values, positions))
+    values, positions = _gather_candidates(values, positions, prompt.group)
     positions, order = positions.sort(dim=1)
     return _best(values.gather(1, order), positions, width)
 
@@ -319,7 +319,9 @@ def _attend_prompt_backward(
     """Adds the rows' gradients to the rows; returns dq [n, H, D] of the prompt's part."""
     own = _compact(prompt.rows.pages.rows_of(_before(chosen, prompt.end)))
     if prompt.group is not None:
-        dout, q, lse, delta = (_gather_heads(x, prompt.group) for x in (dout, q, lse, delta))
+        widths = [q.shape[-1], dout.shape[-1]]
+        q, dout = _gather_heads(torch.cat([q, dout], -1), prompt.group).split(widths, -1)
+        lse, delta = _gather_heads(torch.stack([lse, delta], -1), prompt.group).unbind(-1)
     dq, dchosen = _attend_backward(dout, q, prompt.rows.values["latent"], own, lse, delta, scale)
     if len(prompt.rows.values["latent"]):
         prompt.rows.add_gradient_at(prompt.end, own.clamp(min=0).flatten(), latent=dchosen.flatten(0, 1))
@@ -390,6 +392,14 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
     return gathered.unflatten(0, (group.size(), -1))
+
+
+def _gather_candidates(values: Tensor, positions: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Candidates [n, c] of each rank -> [n, W * c]; both travel as bits of one integer tensor."""
+    bits = torch.int64 if values.dtype is torch.float64 else torch.int32
+    packed = torch.stack([values.contiguous().view(bits), positions.to(bits)], 1)
+    packed = _gather(packed, group).permute(2, 1, 0, 3).flatten(2)  # [2, n, W * c]
+    return packed[0].contiguous().view(values.dtype), packed[1].to(positions.dtype)
 
 
 def _gather_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -39,7 +39,7 @@ TINY_GLM = ModelConfig(
 )
 # sizes that divide nothing
 UNEVEN = ScheduleConfig(
-    prompt_chunk_tokens=24, page_tokens=5, attention_block_tokens=13, query_block_tokens=17, log_prob_block_tokens=5
+    prompt_chunk_tokens=24, page_tokens=5, attention_block_tokens=13, query_block_tokens=40, log_prob_block_tokens=5
 )
 STAGES = {1: None, 2: (2, 3)}
 

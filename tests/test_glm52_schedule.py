@@ -2,8 +2,6 @@
 rank's. What this does not exercise: NCCL, Transformer Engine's grouped experts."""
 
 import itertools
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_longstraw.compare import GATES
-from megatron_longstraw.config import ConfigError, ParallelConfig, RunConfig
-from tests.exactness import join, two_steps, with_schedule
-from tests.glm52 import TINY_GLM, glm_groups, tiny_glm
+from tests.exactness import join, two_steps
+from tests.glm52 import glm_groups, tiny_glm
 from tests.ranks import Layout, Ranks
 
 LAYOUTS = [
