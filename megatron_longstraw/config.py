@@ -42,6 +42,8 @@ class ModelConfig:
     """Use the embedding as the output layer too."""
     backend: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layer modules: Transformer Engine's where they import ("auto"), or Megatron's local ones."""
+    weights: str | None = None
+    """A HuggingFace folder (safetensors) to start from; by default weights are drawn from the seed."""
     transformer: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Megatron's TransformerConfig, by their own names."""
 
@@ -317,6 +319,11 @@ def _check_experts(transformer: Mapping[str, Any], parallel: ParallelConfig) -> 
     if experts % parallel.ep:
         raise ConfigError(
             f"model.transformer.num_moe_experts={experts} must be a multiple of parallel.ep={parallel.ep}"
+        )
+    pattern, layers = transformer.get("moe_layer_freq"), transformer["num_layers"]
+    if isinstance(pattern, list) and len(pattern) != layers:
+        raise ConfigError(
+            f"model.transformer.moe_layer_freq has {len(pattern)} entries: needs one for each of {layers} layers"
         )
     if transformer.get("moe_token_dispatcher_type") == "allgather" and parallel.tp % parallel.ep:
         raise ConfigError(

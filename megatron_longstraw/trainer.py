@@ -22,12 +22,13 @@ from torch import Tensor
 from megatron_longstraw.config import ConfigError, RunConfig
 from megatron_longstraw.distributed import agree
 from megatron_longstraw.measure import PHASES, NonFiniteGradientError, PeakBytes, StepMeter, screen_of
-from megatron_longstraw.models import DTYPES, build_model
+from megatron_longstraw.models import DTYPES, build_model, weight_map
 from megatron_longstraw.models.layers import HeadInput, log_prob_head
 from megatron_longstraw.models.parameters import named_parameters
 from megatron_longstraw.objectives import TokenTargets, policy_loss, prepare_batch
 from megatron_longstraw.rollouts import RolloutGroup, load_tokenizer, read_groups
 from megatron_longstraw.schedule import ForwardStep, forward_backward
+from megatron_longstraw.weights import load_weights
 from megatron_longstraw.work import PromptGroup, WorkItem
 
 
@@ -42,6 +43,8 @@ class GroupTargets:
 def build_ddp_model(run: RunConfig, *, plain_attention: str = "longstraw") -> list[Any]:
     """This rank's model chunks in Megatron's Float16Module (bfloat16 only) and DistributedDataParallel."""
     chunks: list[Any] = build_model(run, plain_attention=plain_attention)
+    if run.model.weights is not None:
+        load_weights(chunks, run.model.weights, weight_map(run.model.architecture))
     config = chunks[0].config
     if run.dtype == "bfloat16":
         chunks = [Float16Module(config, chunk) for chunk in chunks]

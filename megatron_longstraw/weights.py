@@ -1,16 +1,8 @@
 """HuggingFace safetensors folders in and out: each rank reads only what it needs, and writes only what it has.
 
-An architecture describes its checkpoint by a *weight map*: a function from a parameter's name in the whole
-Megatron model (`models.parameters.named_tensors`) to how the parameter is put together from HuggingFace tensors:
-
-    def weight_map(name: str) -> Sequence[Source]:
-        ...
-        return [Source([Piece("model.layers.0.mlp.gate_proj.weight"), Piece("model.layers.0.mlp.up_proj.weight")])]
-
-The whole parameter is the pieces stacked along dimension 0, plus `Source.offset`. Where several layouts of a
-checkpoint exist (experts stacked in one tensor, or one tensor an expert) the map returns several sources: reading
-takes the first whose tensors are all in the folder, writing always writes the first. A piece may be a part of a
-HuggingFace tensor: some of its rows, or one entry of a stack.
+An architecture's *weight map* says how each of its parameters is put together from HuggingFace tensors
+(`models.weight_map`). Where it gives several sources, reading takes the first whose tensors are all in the folder,
+and writing always writes the first.
 
 Which part of the whole a rank has is known to the parameter's `Shard`; reading cuts pieces by it *in the file*,
 so a rank reads as many bytes as it keeps (see `SafetensorsFolder.bytes_read`).
@@ -20,8 +12,7 @@ Shapes: a parameter is [rows, ...]; pieces share all dimensions but the first.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,43 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_longstraw.models.parameters import NamedTensor, named_tensors
+from megatron_longstraw.models.weight_map import Piece, Source, WeightMap
 
 _INDEX = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive rows of a HuggingFace tensor.
-
-    Args:
-        name: the tensor's name in the checkpoint.
-        start: first row (dimension 0, after `entry` was taken).
-        stop: row after the last one; None for the end.
-        entry: index into dimension 0 of a stacked tensor, such as [experts, rows, columns]; rows are then counted
-            within the entry.
-    """
-
-    name: str
-    start: int = 0
-    stop: int | None = None
-    entry: int | None = None
-
-
-@dataclass(frozen=True)
-class Source:
-    """How a whole parameter is made of HuggingFace tensors.
-
-    Args:
-        pieces: stacked along dimension 0.
-        offset: Megatron's value minus HuggingFace's (-1 for a norm that Megatron keeps zero-centred).
-    """
-
-    pieces: Sequence[Piece]
-    offset: float = 0.0
-
-
-WeightMap = Callable[[str], Sequence[Source]]
-"""Name of a whole Megatron parameter or buffer -> its sources, the preferred one first."""
 
 
 class WeightError(ValueError):

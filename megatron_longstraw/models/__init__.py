@@ -23,8 +23,8 @@ from megatron_longstraw.models.glm52 import (
 from megatron_longstraw.models.gqa import gqa_layer_spec
 from megatron_longstraw.models.layers import PromptGPTModel
 from megatron_longstraw.models.parameters import initialize_weights
+from megatron_longstraw.models.weight_map import WeightMap
 from megatron_longstraw.prompt_state import Runtime
-from megatron_longstraw.weights import WeightMap
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 _ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
@@ -74,8 +74,21 @@ def build_model(run: RunConfig, *, plain_attention: str = "longstraw") -> list[P
     return chunks
 
 
-WEIGHT_MAPS: dict[str, WeightMap] = {"glm52": glm52_weight_map}
-"""How each architecture's parameters are made of HuggingFace tensors."""
+_WEIGHT_MAPS: dict[str, WeightMap] = {"glm52": glm52_weight_map}
+
+
+def weight_map(architecture: str) -> WeightMap:
+    """How the architecture's parameters are made of HuggingFace tensors.
+
+    Raises:
+        ConfigError: no map of it is written.
+    """
+    if architecture not in _WEIGHT_MAPS:
+        raise ConfigError(
+            f"model.weights: HuggingFace weights of architecture {architecture} can't be read; "
+            f"only those of {', '.join(_WEIGHT_MAPS)}"
+        )
+    return _WEIGHT_MAPS[architecture]
 
 
 def _layer_specs(

@@ -19,8 +19,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from megatron_longstraw.models.layers import PromptLayer
 from megatron_longstraw.models.mla import latent_attention
 from megatron_longstraw.models.moe import moe_layer
+from megatron_longstraw.models.weight_map import Piece, Source
 from megatron_longstraw.prompt_state import Runtime
-from megatron_longstraw.weights import Piece, Source
 
 GLM52_SETTINGS: dict[str, Any] = {
     "multi_latent_attention": True,
@@ -86,7 +86,7 @@ def set_latent_norm_epsilon(model: Any) -> None:
 
 
 def glm52_weight_map(name: str) -> Sequence[Source]:
-    """The weight map of HuggingFace's ``glm_moe_dsa``; see `megatron_longstraw.weights`."""
+    """The weight map of HuggingFace's ``glm_moe_dsa``; see `megatron_longstraw.models.weight_map`."""
     if name in _OUTER:
         return [Source([Piece(_OUTER[name])])]
     match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
