@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_longstraw.config import ModelConfig, ObjectiveConfig, ParallelConfig, RunConfig, ScheduleConfig
 from megatron_longstraw.rollouts import Response, RolloutGroup
-from tests.float64 import KeepFloat64
+from tests.float64 import keep_float64
 from tests.ranks import Layout
 
 LAYOUTS = [
@@ -134,7 +134,7 @@ def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str =
     parameters = list(named_parameters(unwrapped(model)))
     shards = {p.name: p.shard for p in parameters}
     buffers = {b.name: b.tensor for b in named_buffers(unwrapped(model))}
-    float64 = KeepFloat64() if run.dtype == "float64" else contextlib.nullcontext()
+    float64 = keep_float64 if run.dtype == "float64" else contextlib.nullcontext
 
     def parts(tensors: dict[str, Tensor]) -> list[FullParameter]:
         return [FullParameter(name, tensor.clone(), shards[name]) for name, tensor in tensors.items()]
@@ -142,12 +142,12 @@ def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str =
     result: dict[str, Any] = {"weights": parts({p.name: p.parameter.detach().cpu() for p in parameters}), "steps": []}
     for _ in range(2):
         before = {name: buffer.clone() for name, buffer in buffers.items()}
-        with float64:
+        with float64():
             stock = run_schedule("stock", model, groups, run, device)
         stock_buffers = {name: buffer.clone() for name, buffer in buffers.items()}
         for name, buffer in buffers.items():
             buffer.copy_(before[name])
-        with float64:
+        with float64():
             ours = run_schedule("longstraw", model, groups, run, device)
         pairs = zip(ours.reports, stock.reports, strict=True)
         result["steps"].append(

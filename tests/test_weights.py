@@ -16,7 +16,7 @@ from megatron_longstraw.models.glm52 import glm52_weight_map
 from megatron_longstraw.models.parameters import Shard
 from megatron_longstraw.models.weight_map import Piece, Source
 from megatron_longstraw.weights import SafetensorsFolder, WeightError
-from tests.float64 import KeepFloat64
+from tests.float64 import keep_float64
 from tests.glm52 import tiny_glm
 from tests.ranks import Layout, RankError, Ranks
 
@@ -65,9 +65,8 @@ def _huggingface_config() -> Any:
     return config
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint, written by transformers into several files."""
+def _huggingface_model() -> Any:
+    """The same random model each time, in float64."""
     from transformers import GlmMoeDsaForCausalLM
 
     torch.manual_seed(0)
@@ -75,11 +74,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "norm" in name:
             tensor.data += 0.2 * torch.randn_like(tensor)
-        elif "e_score" in name:
-            # float32, as Megatron keeps the bias
+        elif "e_score" in name:  # float32, as Megatron keeps the bias
             tensor.data.copy_((0.3 * torch.randn_like(tensor)).float())
+    return model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint, written by transformers into several files."""
     folder = tmp_path_factory.mktemp("glm")
-    model.save_pretrained(folder, max_shard_size="300KB")
+    _huggingface_model().save_pretrained(folder, max_shard_size="300KB")
     return folder
 
 
@@ -169,7 +173,7 @@ def _logits_and_gradients(run: RunConfig, folder: Path) -> tuple[Tensor | None, 
 
     ids = _ids()
     group = PromptGroup(prompt=ids[:1], responses=[ids[1:]])
-    with KeepFloat64():
+    with keep_float64():
         stock_forward_backward(
             forward_step_func=forward_step, groups=[group], model=model, recompute=False, force_all_reduce=True
         )
@@ -178,19 +182,19 @@ def _logits_and_gradients(run: RunConfig, folder: Path) -> tuple[Tensor | None, 
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, ep=2)], ids=str)
-def test_glm52_equals_transformers(ranks: Ranks, checkpoint: Path, layout: Layout) -> None:
+def test_glm52_equals_transformers(
+    ranks: Ranks, checkpoint: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Logits and every gradient in float64, on weights that went through the map."""
-    from transformers import GlmMoeDsaForCausalLM
-
     from tests.exactness import join
 
     results = ranks.run(layout, _logits_and_gradients, tiny_glm(layout, moe_router_bias_update_rate=0.0), checkpoint)
-    model = GlmMoeDsaForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
-    )
+    model = _huggingface_model()
     model.model.rotary_emb.inv_freq = 8e6 ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     ids = _ids()
-    with KeepFloat64():
+    softmax = F.softmax  # transformers asks it for float32
+    monkeypatch.setattr(F, "softmax", lambda x, dim, dtype=None: softmax(x, dim=dim))
+    with keep_float64():
         logits = model(ids[None, :-1]).logits[0]
         F.cross_entropy(logits, ids[1:]).backward()
     for got, _ in results:
