@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,40 +105,45 @@ def _load(options: argparse.Namespace) -> RunConfig:
 
 def _start(options: argparse.Namespace) -> tuple[RunConfig, Any]:
     """Joins the ranks, reads the configuration, and lays Megatron's groups out; fails on all ranks together."""
+    import torch.distributed as dist
+
     from megatron_longstraw import distributed
 
     distributed.quiet()
     device = distributed.start()
-    run, error = None, None
+    run, backend, error = None, "", None
     try:
         run = _load(options)
-        distributed.check_world_size(run.parallel, int(os.environ["WORLD_SIZE"]))
+        distributed.check_world_size(run.parallel, dist.get_world_size())
+        backend = _check_model(run)
     except ConfigError as e:
         error = e
     distributed.agree(error)
     assert run is not None
     distributed.initialize_model_parallel(run.parallel)
-    _say_what_runs(run)
+    if dist.get_rank() == 0:
+        print(_what_runs(run, backend, dist.get_world_size(), dist.get_backend()), flush=True)
     return run, device
 
 
-def _say_what_runs(run: RunConfig) -> None:
-    import torch.distributed as dist
-
+def _check_model(run: RunConfig) -> str:
+    """Which layer backend the model gets; ConfigError where Megatron refuses its settings."""
+    from megatron_longstraw.models import transformer_config
     from megatron_longstraw.models.backend import resolve_backend
 
-    _, backend = resolve_backend(run.model.backend)
-    if dist.get_rank() == 0:
-        parallel = run.parallel
-        data_parallel = dist.get_world_size() // (parallel.tp * parallel.pp)
-        untested = " (written against Megatron's provider, not tested by this project yet)"
-        print(
-            f"{dist.get_world_size()} ranks ({dist.get_backend()}): tp {parallel.tp} x pp {parallel.pp}"
-            f"{f' (interleaved x {parallel.vpp})' if parallel.vpp else ''} x dp {data_parallel}, ep {parallel.ep}; "
-            f"{run.dtype}; layers: {backend}{untested if backend == 'transformer_engine' else ''}; "
-            f"prompt gradient: {run.schedule.prompt_gradient}",
-            flush=True,
-        )
+    transformer_config(run)
+    return resolve_backend(run.model.backend)[1]
+
+
+def _what_runs(run: RunConfig, backend: str, ranks: int, transport: str) -> str:
+    parallel = run.parallel
+    interleaved = f" (interleaved x {parallel.vpp})" if parallel.vpp else ""
+    untested = " (Megatron's provider; not tested by this project yet)" if backend == "transformer_engine" else ""
+    return (
+        f"{ranks} ranks ({transport}): tp {parallel.tp} x pp {parallel.pp}{interleaved} "
+        f"x dp {ranks // (parallel.tp * parallel.pp)}, ep {parallel.ep}; {run.dtype}; layers: {backend}{untested}; "
+        f"prompt gradient: {run.schedule.prompt_gradient}"
+    )
 
 
 def _train(options: argparse.Namespace) -> int:

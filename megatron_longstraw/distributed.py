@@ -23,12 +23,16 @@ def quiet() -> None:
 def start() -> torch.device:
     """Joins the ranks that torchrun started: NCCL with one GPU a rank, or gloo where there is no GPU.
 
+    A process that has joined stays as it is.
+
     Returns:
         This rank's device.
 
     Raises:
         ConfigError: the process was not started by torchrun.
     """
+    if dist.is_initialized():
+        return torch.device(torch.cuda.current_device())
     missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
     if missing:
         raise ConfigError(

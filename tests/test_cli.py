@@ -1,5 +1,7 @@
 """The commands as a user runs them, under torchrun on two ranks: what they write, and how they refuse."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -12,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_longstraw.demo import demo_groups
+from tests.ranks import Layout, Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "examples" / "dense" / "tiny.yaml"
@@ -105,6 +108,25 @@ def _changed(**fields: Any) -> str:
     return json.dumps(GROUP | fields)
 
 
+def _main(arguments: list[str]) -> tuple[int, str]:
+    """The command on a rank that has joined already; its status, and what it wrote to standard error."""
+    from megatron_longstraw.cli import main
+
+    screen = io.StringIO()
+    with contextlib.redirect_stderr(screen), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            return int(end.code or 0), screen.getvalue()
+    raise AssertionError("main does not return")
+
+
+def _one_lacks_its_file(folder: str) -> tuple[int, str]:
+    rank = torch.distributed.get_rank()
+    config = str(CONFIG) if rank == 0 else f"{folder}/only.yaml"
+    return _main(["train", "--config", config, "--rollouts", "none", "--output", folder])
+
+
 @pytest.mark.parametrize(
     ("lines", "options", "message"),
     [
@@ -117,7 +139,7 @@ def _changed(**fields: Any) -> str:
         (_changed(responses=[]), [], "responses"),
         (_changed(), ["--set", "schedule.chunk=3"], "unknown key schedule.chunk"),
         (_changed(), ["--tp", "3"], "parallel.tp=3"),
-        (_changed(), ["--tp", "1", "--pp", "4"], "start a multiple of 4 ranks"),
+        (_changed(), ["--pp", "4", "--set", "model.transformer.num_layers=4"], "start a multiple of 8 ranks"),
         (_changed(), ["--set", "model.transformer.hidden_dropout=0.1"], "hidden_dropout=0.1"),
         (_changed(), ["--set", "model.transformer.recompute_granularity=full"], "recompute_granularity='full'"),
         (_changed(), ["--set", "model.transformer.no_such_field=1"], "no_such_field"),
@@ -131,16 +153,46 @@ def _changed(**fields: Any) -> str:
         "recomputation", "unknown Megatron field", "no Transformer Engine", "float64 training", "KL without reference",
     ],
 )  # fmt: skip
-def test_bad_input_is_one_error_on_all_ranks(tmp_path: Path, lines: str, options: list[str], message: str) -> None:
-    bad = tmp_path / "bad.jsonl"
+def test_bad_input_is_one_error_on_all_ranks(
+    ranks: Ranks, tmp_path: Path, lines: str, options: list[str], message: str
+) -> None:
+    bad, output = tmp_path / "bad.jsonl", tmp_path / "run"
     bad.write_text(lines + "\n")
-    done = _torchrun("train", "--config", CONFIG, "--rollouts", bad, "--output", tmp_path / "run", *SMALL, *options)
-    assert done.returncode != 0
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1, done.stderr
+    arguments = ["train", "--config", CONFIG, "--rollouts", bad, "--output", output, *SMALL, *options]
+    answers = ranks.run(Layout(tp=2), _main, [str(a) for a in arguments])
+    assert [status for status, _ in answers] == [2, 2]
+    errors = [line for _, text in answers for line in text.splitlines()]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: ")
     assert message in errors[0]
-    assert "Traceback" not in done.stderr.replace("traceback : To enable traceback", "")
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (output / "metrics.jsonl").exists()
+
+
+def test_input_that_one_rank_lacks_stops_all(ranks: Ranks, tmp_path: Path) -> None:
+    answers = ranks.run(Layout(tp=2), _one_lacks_its_file, str(tmp_path))
+    assert [status for status, _ in answers] == [2, 2]
+    assert "only.yaml" in answers[1][1]
+    assert not answers[0][1]
+
+
+def test_torchrun_ends_with_the_error(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"group_id": "g", "prompt"\n')
+    done = _torchrun("train", "--config", CONFIG, "--rollouts", bad, "--output", tmp_path / "run", *SMALL)
+    assert done.returncode != 0
+    assert [line for line in done.stderr.splitlines() if line.startswith("error:")] == [
+        line for line in done.stderr.splitlines() if "bad.jsonl:1" in line
+    ]
+    assert "Traceback (most recent call last)" not in done.stderr.partition("ChildFailedError")[0].partition("E1")[0]
+
+
+def test_output_of_another_run_is_kept(ranks: Ranks, rollouts: Path, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("precious")
+    arguments = ["train", "--config", CONFIG, "--rollouts", rollouts, "--output", tmp_path, *SMALL]
+    answers = ranks.run(Layout(tp=2), _main, [str(a) for a in arguments])
+    assert [status for status, _ in answers] == [2, 2]
+    assert "metrics.jsonl is there already" in answers[0][1]
+    assert (tmp_path / "metrics.jsonl").read_text() == "precious"
 
 
 def test_without_torchrun() -> None:

@@ -1,5 +1,6 @@
 """Peak bytes, counted: they don't grow with the number of responses, and no more than a chunk's with the prompt's."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ def _peak(schedule: str, prompt: int, responses: int) -> dict[str, Any]:
     from megatron_longstraw.trainer import build_ddp_model
 
     layout = Layout(tp=ps.get_tensor_model_parallel_world_size(), pp=ps.get_pipeline_model_parallel_world_size())
-    run = tiny_run(layout, schedule=ScheduleConfig(prompt_chunk_tokens=256, log_prob_block_tokens=64))
+    run = tiny_run(
+        layout, schedule=ScheduleConfig(prompt_chunk_tokens=256, attention_block_tokens=256, log_prob_block_tokens=64)
+    )
     generator = np.random.default_rng(0)
     rollouts = [group("g", prompt, *(response(generator, 40) for _ in range(responses)))]
     result = run_schedule(schedule, build_ddp_model(run), rollouts, run, torch.device("cpu"))
@@ -58,3 +61,25 @@ def test_counter_counts_live_storages_once() -> None:
         d = torch.empty(100)  # 400
         del d
     assert memory.peak == 4000 + 4000 + 995 * 8
+
+
+def _peak_of_layers(layers: int) -> dict[str, int]:
+    from megatron_longstraw.compare import run_schedule
+    from megatron_longstraw.trainer import build_ddp_model
+
+    run = tiny_run(Layout(), schedule=ScheduleConfig(prompt_chunk_tokens=256, attention_block_tokens=256))
+    run = replace(run, model=replace(run.model, transformer={**run.model.transformer, "num_layers": layers}))
+    rollouts = [group("g", 1025, response(np.random.default_rng(0), 40))]
+    model = build_ddp_model(run)
+    result = run_schedule("longstraw", model, rollouts, run, torch.device("cpu"))
+    return {"peak": result.peak_bytes, "parameters": sum(p.numel() for chunk in model for p in chunk.parameters())}
+
+
+def test_a_layer_costs_its_weights_rows_and_one_input(ranks: Ranks) -> None:
+    """Nothing of a recomputed layer outlives its backward (Megatron's own layers keep their last graph)."""
+    few, many = (ranks.run(Layout(), _peak_of_layers, n)[0] for n in (3, 7))
+    weights = (many["parameters"] - few["parameters"]) * (4 + 4)
+    rows = 4 * 1024 * 2 * 2 * 8 * (4 + 4)
+    inputs = 4 * 256 * 32 * 4
+    grown = many["peak"] - few["peak"]
+    assert grown <= 1.02 * (weights + rows + inputs), (grown, weights, rows, inputs)

@@ -1,5 +1,6 @@
 """The rank x time picture in docs/schedule.txt is what a real run does, and the run keeps the promised order."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,36 +61,45 @@ def _record() -> list[Event]:
     return events
 
 
+def _numbered(recorded: list[Event]) -> list[tuple[Event, int]]:
+    """Events with how often the same came before, which tells idle work apart."""
+    seen: Counter[Event] = Counter()
+    numbered = []
+    for event in recorded:
+        numbered.append((event, seen[event]))
+        seen[event] += 1
+    return numbered
+
+
 def _draw(by_rank: list[list[Event]]) -> list[str]:
-    """Puts events on a clock: each takes one tick, after those before it on its rank and those it depends on."""
-    ends: dict[tuple[str, str, int], int] = {}
-    stages, chunks = len(by_rank), 1 + max(chunk for recorded in by_rank for *_, chunk in recorded)
-    lines = [""] * stages
-    position = [0] * stages
-    clock = [0] * stages
-    while any(position[r] < len(by_rank[r]) for r in range(stages)):
-        progress = False
-        for rank in range(stages):
-            while position[rank] < len(by_rank[rank]):
-                kind, name, chunk = by_rank[rank][position[rank]]
-                depth, last = chunk * stages + rank, chunks * stages - 1
-                before = depth - 1 if kind == "F" else depth + 1
-                at_edge = depth == 0 if kind == "F" else depth == last
-                if at_edge and kind == "B":
-                    ready = ends.get(("F", name, depth))
-                elif at_edge:
-                    ready = 0
+    """Puts events on a clock: each takes one tick, after those before it on its rank and those it depends on.
+
+    A forward follows that of the stage before, a backward that of the stage after; the last stage's backward its
+    forward. Stages are (model chunk, rank) in order; work of the second model chunk is marked with an apostrophe.
+    """
+    ranks, chunks = len(by_rank), 1 + max(chunk for recorded in by_rank for *_, chunk in recorded)
+    queues = [_numbered(recorded) for recorded in by_rank]
+    ends: dict[tuple[str, str, int, int], int] = {}
+    lines, clock = [""] * ranks, [0] * ranks
+    while any(queues):
+        before = sum(map(len, queues))
+        for rank, queue in enumerate(queues):
+            while queue:
+                (kind, name, chunk), number = queue[0]
+                stage, last = chunk * ranks + rank, chunks * ranks - 1
+                if kind == "F":
+                    ready = 0 if stage == 0 else ends.get(("F", name, stage - 1, number))
                 else:
-                    ready = ends.get((kind, name, before))
+                    needed = ("F", name, last, number) if stage == last else ("B", name, stage + 1, number)
+                    ready = ends.get(needed)
                 if ready is None:
                     break
                 start = max(clock[rank], ready)
-                lines[rank] += "    " * (start - clock[rank])
-                lines[rank] += f"{name if kind == 'F' else name.upper():4}"
-                clock[rank] = ends[kind, name, depth] = start + 1
-                position[rank] += 1
-                progress = True
-        assert progress, "the events can't be put on a clock"
+                label = (name if kind == "F" else name.upper()) + "'" * chunk
+                lines[rank] += "    " * (start - clock[rank]) + f"{label:4}"
+                clock[rank] = ends[kind, name, stage, number] = start + 1
+                queue.pop(0)
+        assert sum(map(len, queues)) < before, "the events can't be put on a clock"
     return [f"rank {rank} | {line.rstrip()}" for rank, line in enumerate(lines)]
 
 
@@ -104,7 +114,7 @@ def test_picture_is_that_of_a_run(events: dict[str, list[list[Event]]], tmp_path
         "from a real run; every forward and backward is one tick.",
         "",
         "c capture   r replay   p prompt backward   i idle (fills an interleaved pipeline)",
-        "lower case: forward   UPPER CASE: backward",
+        "lower case: forward   UPPER CASE: backward   ': the rank's second model chunk",
         "",
         "no pipeline",
         *_draw(events["tp1"]),

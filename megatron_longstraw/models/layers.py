@@ -59,12 +59,17 @@ class PromptLayer(TransformerLayer):
 
     def _forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         segment = self.runtime.segment
-        if not (self.is_last and segment.is_prompt):
+        if self.is_last and segment.is_prompt:
+            hidden_states, context = self._forward_attention(hidden_states, *args, **kwargs)
+            if segment.phase is Phase.CAPTURE and last_layer_counts(self.config):
+                self.mlp.router(self.pre_mlp_layernorm(hidden_states))  # for its counts
+            return hidden_states, context
+        try:
             return super().forward(hidden_states, *args, **kwargs)
-        hidden_states, context = self._forward_attention(hidden_states, *args, **kwargs)
-        if segment.phase is Phase.CAPTURE and last_layer_counts(self.config):
-            self.mlp.router(self.pre_mlp_layernorm(hidden_states))  # for its counts
-        return hidden_states, context
+        finally:
+            # Megatron leaves it on the layer, where it keeps the hidden states and, after a recomputation, the
+            # whole graph of the attention alive until the layer's next forward
+            self.mlp_norm_manager = None
 
 
 def last_layer_counts(config: Any) -> bool:

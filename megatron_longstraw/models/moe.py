@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -47,6 +48,21 @@ class CountingRouter(TopKRouter):
             self.local_tokens_per_expert += mine.sum(0) * segment.multiplicity
 
 
+class PromptMoELayer(MoELayer):
+    """Megatron's layer, without what its token dispatcher keeps of the last forward.
+
+    The routing probabilities stay on the dispatcher, and with them, after a recomputation, the graph of the whole
+    layer up to its router, until the layer's next forward.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        for name, value in vars(self.token_dispatcher).items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                setattr(self.token_dispatcher, name, None)
+        return output
+
+
 def moe_layer(config: Any, backend: BackendSpecProvider, runtime: Runtime) -> Any:
     """Builder of a mixture-of-experts layer, for a layer's spec."""
     spec = get_moe_module_spec_for_backend(
@@ -54,4 +70,4 @@ def moe_layer(config: Any, backend: BackendSpecProvider, runtime: Runtime) -> An
     )
     submodules = spec.keywords["submodules"]
     submodules.router = functools.partial(CountingRouter, runtime=runtime)
-    return spec
+    return functools.partial(PromptMoELayer, submodules=submodules)

@@ -1,0 +1,60 @@
+"""Acceptance on real agent histories: `compare` on every layout, `train` over the whole file."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.exactness import LAYOUTS
+from tests.ranks import Layout
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "examples" / "dense" / "tiny.yaml"
+BOUND = {"float32": 1e-5, "float64": 1e-9}
+
+
+def _torchrun(ranks: int, *arguments: Any) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "megatron_longstraw", *map(str, arguments)]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+
+
+def _parallel(layout: Layout) -> list[str]:
+    options = ["--tp", str(layout.tp), "--pp", str(layout.pp)]
+    return options + (["--vpp", str(layout.vpp)] if layout.vpp else [])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_compare(agent_rollouts: Path, tmp_path: Path, layout: Layout, dtype: str) -> None:
+    out = tmp_path / "out.json"
+    _torchrun(
+        layout.world_size, "compare", "--config", CONFIG, "--rollouts", agent_rollouts, "--limit", 3,
+        "--max-prompt-tokens", 4096, "--dtype", dtype, "--json", out, *_parallel(layout),
+    )  # fmt: skip
+    result = json.loads(out.read_text())
+    assert result["passed"]
+    assert len(result["groups"]) == 3
+    for entry in result["groups"]:
+        assert entry["prompt_tokens"] == 4096
+        assert entry["grad"]["relative_l2"] <= BOUND[dtype]
+        assert entry["logprob_max_abs_diff"] <= {"float32": 1e-5, "float64": 1e-12}[dtype]
+    assert result["all"]["relative_l2"] <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
+def test_train_over_all_groups(agent_rollouts: Path, tmp_path: Path, layout: Layout) -> None:
+    _torchrun(
+        2, "train", "--config", CONFIG, "--rollouts", agent_rollouts, "--output", tmp_path / "run",
+        "--set", "data.groups_per_step=4", *_parallel(layout),
+    )  # fmt: skip
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line["groups"] for line in lines) == 30
+    assert all(0 < line["grad_norm"] < 1e3 for line in lines)
+    assert len(list((tmp_path / "run" / "weights").iterdir())) == 2

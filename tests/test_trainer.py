@@ -1,0 +1,122 @@
+"""Optimizer steps: the same weights on every layout, and as torch's own AdamW makes them from stock's gradient."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_longstraw.config import OptimizerConfig, RunConfig
+from tests.exactness import FullParameter, edge_groups, join, rank_device, tiny_run
+from tests.ranks import Layout, Ranks
+
+STEPS = 3
+# a large epsilon, so that Adam does not blow the rounding of small gradients up to whole steps
+OPTIMIZER = OptimizerConfig(
+    lr=1e-2, min_lr=1e-3, lr_decay_style="linear", lr_warmup_steps=1, weight_decay=0.1, adam_eps=1e-3, clip_grad=0.5
+)
+LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2)]
+
+
+def _run(layout: Layout) -> RunConfig:
+    return tiny_run(layout, optimizer=OPTIMIZER)
+
+
+def _parts(model: Any) -> list[FullParameter]:
+    from megatron_longstraw.models.parameters import named_parameters
+    from megatron_longstraw.trainer import unwrapped
+
+    parameters = named_parameters(unwrapped(model))
+    return [FullParameter(p.name, p.parameter.detach().clone(), p.shard) for p in parameters]
+
+
+def _train(layout: Layout) -> dict[str, Any]:
+    from megatron_longstraw.trainer import Trainer
+
+    trainer = Trainer(_run(layout), STEPS, rank_device())
+    metrics = [trainer.step(edge_groups()[:3]) for _ in range(STEPS)]
+    return {"metrics": metrics, "weights": _parts(trainer.model)}
+
+
+def _reference() -> dict[str, Any]:
+    """torch's AdamW and clipping on one rank, on the stock schedule's gradient."""
+    from megatron_longstraw.compare import run_schedule
+    from megatron_longstraw.models.parameters import named_parameters
+    from megatron_longstraw.trainer import build_ddp_model, unwrapped
+
+    run = _run(Layout())
+    model = build_ddp_model(run)
+    parameters = {p.name: p.parameter for p in named_parameters(unwrapped(model))}
+    decayed = [p for p in parameters.values() if p.dim() > 1]
+    others = [p for p in parameters.values() if p.dim() == 1]  # Megatron decays no norms and no biases
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], eps=1e-3
+    )
+    norms, rates = [], [0.0, 1e-2, 5.5e-3]  # warm-up from 0, then a line to min_lr over the steps that are left
+    for rate in rates:
+        gradients = run_schedule("stock", model, edge_groups()[:3], run, rank_device()).gradients
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name]
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), 0.5).item())
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"norms": norms, "rates": rates, "weights": _parts(model)}
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: Ranks) -> dict[str, Any]:
+    return ranks.run(Layout(), _reference)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_steps_are_those_of_torchs_adamw(ranks: Ranks, reference: dict[str, Any], layout: Layout) -> None:
+    results = ranks.run(layout, _train, layout)
+    for result in results:
+        metrics = result["metrics"]
+        assert [m["lr"] for m in metrics] == pytest.approx(reference["rates"])
+        assert [m["grad_norm"] for m in metrics] == pytest.approx(reference["norms"], rel=1e-4)
+        assert [m["loss"] for m in metrics] == pytest.approx([m["loss"] for m in results[0]["metrics"]])
+    want = join([reference["weights"]])
+    for name, tensor in join([r["weights"] for r in results]).items():
+        torch.testing.assert_close(tensor, want[name], rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _blow_up() -> tuple[str, bool]:
+    from megatron_longstraw.measure import NonFiniteGradientError
+    from megatron_longstraw.trainer import Trainer
+
+    layout = Layout(dp=2)
+    trainer = Trainer(_run(layout), STEPS, rank_device())
+    before = [p.tensor for p in _parts(trainer.model)]
+    groups = edge_groups()[:2]
+    if torch.distributed.get_rank() == 0:  # one rank only, and only in a gradient
+        weight = next(trainer.model[0].parameters())
+        weight.register_hook(lambda gradient: gradient * float("inf"))
+    try:
+        trainer.step(groups)
+    except RuntimeError as error:
+        same = all(torch.equal(a, b.tensor) for a, b in zip(before, _parts(trainer.model), strict=True))
+        return type(error).__name__, same
+    raise AssertionError(f"{NonFiniteGradientError.__name__} was not raised")
+
+
+def test_gradient_that_is_not_finite_stops_all_ranks_and_changes_nothing(ranks: Ranks) -> None:
+    answers = ranks.run(Layout(dp=2), _blow_up)
+    assert {name for name, _ in answers} <= {"NonFiniteGradientError", "PeerError"}
+    assert all(same for _, same in answers)
+
+
+def _bfloat16() -> list[dict[str, Any]]:
+    from megatron_longstraw.trainer import Trainer
+
+    run = replace(_run(Layout(tp=2)), dtype="bfloat16")
+    trainer = Trainer(run, STEPS, rank_device())
+    return [trainer.step(edge_groups()[:3]) for _ in range(STEPS)]
+
+
+def test_bfloat16_trains_like_float32(ranks: Ranks, reference: dict[str, Any]) -> None:
+    for metrics in ranks.run(Layout(tp=2), _bfloat16):
+        assert [m["grad_norm"] for m in metrics] == pytest.approx(reference["norms"], rel=0.05)
+        assert metrics[0]["state_gradient_bytes"] == 2 * metrics[0]["state_bytes"]
