@@ -141,14 +141,12 @@ def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str =
 
     result: dict[str, Any] = {"weights": parts({p.name: p.parameter.detach().cpu() for p in parameters}), "steps": []}
     for _ in range(2):
-        before = {name: buffer.clone() for name, buffer in buffers.items()}
         with float64():
             stock = run_schedule("stock", model, groups, run, device)
-        stock_buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        for name, buffer in buffers.items():
-            buffer.copy_(before[name])
         with float64():
             ours = run_schedule("longstraw", model, groups, run, device)
+        for name, buffer in buffers.items():
+            buffer.copy_(ours.expert_bias[name])
         pairs = zip(ours.reports, stock.reports, strict=True)
         result["steps"].append(
             {
@@ -157,8 +155,8 @@ def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str =
                 "loss": (stock.loss, ours.loss),
                 "stock": parts(stock.gradients),
                 "ours": parts(ours.gradients),
-                "stock_buffers": stock_buffers,
-                "buffers": {name: buffer.clone() for name, buffer in buffers.items()},
+                "stock_buffers": stock.expert_bias,
+                "buffers": ours.expert_bias,
             }
         )
         for p in parameters:
