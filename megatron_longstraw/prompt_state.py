@@ -90,6 +90,7 @@ class Runtime:
         state: the prompt state of the group that runs, or None between groups.
         recompute: whether layers recompute their forward in backward.
         recompute_plain: whether they do so for stock sequences too, instead of Megatron's own recomputation.
+        plain_is_recomputable: whether stock sequences can be recomputed at all; the model says so.
     """
 
     def __init__(self) -> None:
@@ -97,6 +98,7 @@ class Runtime:
         self.state: PromptState | None = None
         self.recompute = True
         self.recompute_plain = False
+        self.plain_is_recomputable = True
 
     @property
     def segment(self) -> Segment:

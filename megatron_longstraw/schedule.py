@@ -138,7 +138,8 @@ def stock_forward_backward(
 
     Args:
         recompute: with full recomputation, one layer at a time: Megatron's own, or, for models with experts or a
-            sparse index, that of `megatron_longstraw.models.layers.PromptLayer`.
+            sparse index, that of `megatron_longstraw.models.layers.PromptLayer`. Megatron's own sparse attention
+            can't be recomputed, and isn't.
         others: as `forward_backward`.
 
     Returns:
@@ -155,6 +156,7 @@ def stock_forward_backward(
     # Megatron's recomputation forgets which micro-batch a layer was run for: IndexShare then takes another one's
     # index, and routers count another one's padding
     ours = bool(config.num_moe_experts) or config.experimental_attention_variant == "dsa"
+    recompute = recompute and runtime.plain_is_recomputable
     runtime.recompute_plain = recompute and ours
     try:
         with _settings(config, finalize_model_grads_func=None, **(full if recompute and not ours else {})):

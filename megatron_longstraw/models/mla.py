@@ -52,6 +52,8 @@ class PromptSparseAttention(DSAttention):
         self.is_last = self.layer_number == self.config.num_layers
         self.output_of_capture = not self.is_last or last_layer_counts(self.config)
         self.megatron_plain = plain_attention == "megatron"
+        if self.megatron_plain:
+            runtime.plain_is_recomputable = False  # its index would then be another micro-batch's
         self.owners = parallel_state.get_tensor_model_parallel_world_size()
         self.group = parallel_state.get_tensor_model_parallel_group() if self.owners > 1 else None
 
@@ -85,8 +87,7 @@ class PromptSparseAttention(DSAttention):
             )
         stateless = self.runtime.segment.phase in (Phase.PLAIN, Phase.IDLE)
         if self.megatron_plain and self.runtime.segment.phase is Phase.PLAIN:
-            if self.runtime.micro_batch.is_recomputed:
-                raise RuntimeError("Megatron's own sparse attention loses its index when it is recomputed")
+            assert not self.runtime.micro_batch.is_recomputed
             return super().forward(query, key, None, attention_mask, x, qr, up_v_weight=up_v_weight, **kwargs)
         q, latent = query[:, 0], key[:, 0, 0]
         index = None if self.indexer is None or self.runtime.micro_batch.is_recomputed else self._index(x, qr)
