@@ -165,9 +165,9 @@ def _logits_and_gradients(run: RunConfig, folder: Path) -> tuple[Tensor | None, 
         def loss_func(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-            whole = gather_from_tensor_model_parallel_region(output)[0, : len(item.targets) + 1]
+            whole = gather_from_tensor_model_parallel_region(output)[0, : len(item.targets)]
             logits.append(whole.detach())
-            return F.cross_entropy(whole[: len(item.targets)], item.targets), {}
+            return F.cross_entropy(whole, item.targets), {}
 
         return output, loss_func
 
