@@ -111,15 +111,10 @@ def _start(options: argparse.Namespace) -> tuple[RunConfig, Any]:
 
     distributed.quiet()
     device = distributed.start()
-    run, backend, error = None, "", None
-    try:
+    with distributed.together(ConfigError):
         run = _load(options)
         distributed.check_world_size(run.parallel, dist.get_world_size())
         backend = _check_model(run)
-    except ConfigError as e:
-        error = e
-    distributed.agree(error)
-    assert run is not None
     distributed.initialize_model_parallel(run.parallel)
     if dist.get_rank() == 0:
         print(_what_runs(run, backend, dist.get_world_size(), dist.get_backend()), flush=True)
@@ -159,17 +154,13 @@ def _compare(options: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from megatron_longstraw import compare
-    from megatron_longstraw.distributed import agree
+    from megatron_longstraw.distributed import together
     from megatron_longstraw.trainer import run_reader
 
-    groups, error = [], None
-    try:
+    with together(ValueError, OSError):
         groups = list(itertools.islice(run_reader(run, options.rollouts)(), options.limit))
         if not options.json.parent.is_dir():
             raise ConfigError(f"--json {options.json}: the folder {options.json.parent} does not exist")
-    except (ValueError, OSError) as e:
-        error = e
-    agree(error)
     head = {"config": dataclasses.asdict(run), "stock_attention": options.stock_attention}
     entries: list[dict[str, Any]] = []
 

@@ -1,9 +1,11 @@
 """Starts the process group and lays Megatron's parallel groups over it; agreement between ranks."""
 
+import contextlib
 import functools
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -85,24 +87,32 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
         )
 
 
-def agree(error: Exception | None) -> None:
+@contextlib.contextmanager
+def together(*errors: type[Exception]) -> Iterator[None]:
     """Makes an error of one rank an error of all, so that none waits for ranks that have left.
 
-    Every rank calls this at the same point, with its own error or None.
+    Every rank enters and leaves this at the same point.
+
+    Args:
+        errors: what is shared; another exception passes as it is.
 
     Raises:
-        Exception: `error`, on the lowest rank that has one.
+        errors: on the lowest rank that has one.
         PeerError: on all others, where any rank has one.
     """
-    mine = None if error is None else f"{type(error).__name__}: {error}"
+    mine: Exception | None = None
+    try:
+        yield
+    except errors as error:
+        mine = error
     everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    first = next((rank for rank, theirs in enumerate(everyone) if theirs is not None), None)
+    dist.all_gather_object(everyone, None if mine is None else f"{type(mine).__name__}: {mine}")
+    first = next((rank for rank, text in enumerate(everyone) if text is not None), None)
     if first is None:
         return
-    if error is not None and first == dist.get_rank():
-        raise error
-    raise PeerError(f"rank {first} failed: {everyone[first]}") from error
+    if mine is not None and first == dist.get_rank():
+        raise mine
+    raise PeerError(f"rank {first} failed: {everyone[first]}") from mine
 
 
 class PeerError(RuntimeError):

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_longstraw.config import ConfigError, RunConfig
-from megatron_longstraw.distributed import agree
+from megatron_longstraw.distributed import together
 from megatron_longstraw.measure import PHASES, NonFiniteGradientError, PeakBytes, StepMeter, screen_of
 from megatron_longstraw.models import DTYPES, build_model, weight_map
 from megatron_longstraw.models.layers import HeadInput, log_prob_head
@@ -236,7 +236,9 @@ class Trainer:
         """Stops all ranks, with the weights as they were, where any rank's gradient is not finite."""
         buffers = [b for chunk in self.model for b in chunk.buffers + chunk.expert_parallel_buffers]
         finite = all(bool(buffer.grad_data.isfinite().all()) for buffer in buffers)
-        agree(None if finite else NonFiniteGradientError())
+        with together(NonFiniteGradientError):
+            if not finite:
+                raise NonFiniteGradientError
 
     def save(self, folder: Path) -> None:
         """Writes this rank's weights, by their names in the whole model, to `folder`.
@@ -300,8 +302,7 @@ def train(run: RunConfig, rollouts: Path, output: Path, steps: int | None, devic
     Raises:
         RolloutError, ConfigError: the input can't be used; on every rank.
     """
-    count, error = 0, None
-    try:
+    with together(ValueError, OSError):
         check_trainable(run)
         read = run_reader(run, rollouts)
         count = sum(1 for _ in read())
@@ -309,21 +310,14 @@ def train(run: RunConfig, rollouts: Path, output: Path, steps: int | None, devic
             output.mkdir(parents=True, exist_ok=True)
             if (output / "metrics.jsonl").exists():
                 raise ConfigError(f"--output {output}: a run's metrics.jsonl is there already; name another folder")
-    except (ValueError, OSError) as e:
-        error = e
-    agree(error)
     steps = -(-count // run.data.groups_per_step) if steps is None else steps
     trainer = Trainer(run, steps, device)
     groups = itertools.chain.from_iterable(read() for _ in itertools.count())
     batches = _batches(groups, run.data.groups_per_step, count)
     log = (output / "metrics.jsonl").open("w", encoding="utf-8") if dist.get_rank() == 0 else None
     for step in range(1, steps + 1):
-        batch, error = [], None
-        try:
+        with together(ValueError, OSError):
             batch = next(batches)
-        except (ValueError, OSError) as e:
-            error = e
-        agree(error)
         metrics = {"step": step, **trainer.step(batch)}
         if log is not None:
             log.write(json.dumps(metrics) + "\n")
