@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import yaml
 
+from megatron_longstraw.pipeline_split import index_share_problem
+
 Dtype = Literal["float32", "float64", "bfloat16"]
 PromptGradient = Literal["exact", "detached"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
@@ -285,33 +287,13 @@ def _check_pipeline_split(transformer: Mapping[str, Any], parallel: ParallelConf
 
 
 def _check_index_share_split(transformer: Mapping[str, Any], parallel: ParallelConfig) -> None:
-    """A layer can reuse only the index of a layer before it in its own pipeline stage."""
     layers = transformer["num_layers"]
-    period = transformer.get("dsa_indexer_topk_freq", 4)
-    offset = max(transformer.get("dsa_indexer_skip_topk_offset", 3), 1)
-    computing = [n for n in range(layers) if max(n + 1 - offset, 0) % period == 0]
     stages = parallel.pipeline_layers or (layers // parallel.stages,) * parallel.stages
-    starts = [sum(stages[:stage]) for stage in range(parallel.stages)]
-    wrong = next((start for start in starts if start not in computing), None)
-    if wrong is None:
-        return
-    split = _nearest_split(computing, layers, parallel.stages)
-    advice = f"set parallel.pipeline_layers: {split}" if split else "use fewer stages"
-    raise ConfigError(
-        f"parallel.pipeline_layers={list(stages)} starts a stage on layer {wrong + 1}, which reuses the index of an "
-        f"earlier layer (dsa_indexer_topk_freq={period}, dsa_indexer_skip_topk_offset={offset}): {advice}"
-    )
-
-
-def _nearest_split(starts: Sequence[int], layers: int, stages: int) -> list[int] | None:
-    """The most even split of layers into stages that start at some of `starts` (from 0), if there is one."""
-    chosen = [0]
-    for stage in range(1, stages):
-        later = [start for start in starts if start > chosen[-1]]
-        if not later:
-            return None
-        chosen.append(min(later, key=lambda start: abs(start - layers * stage / stages)))
-    return [end - start for start, end in zip(chosen, [*chosen[1:], layers], strict=True)]
+    period = transformer.get("dsa_indexer_topk_freq", 4)
+    offset = transformer.get("dsa_indexer_skip_topk_offset", 3)
+    problem = index_share_problem(stages, period, offset)
+    if problem is not None:
+        raise ConfigError(f"parallel.pipeline_layers={list(stages)} {problem}")
 
 
 def _check_experts(transformer: Mapping[str, Any], parallel: ParallelConfig) -> None:

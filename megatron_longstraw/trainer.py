@@ -24,7 +24,7 @@ from megatron_longstraw.distributed import together
 from megatron_longstraw.measure import PHASES, NonFiniteGradientError, PeakBytes, StepMeter, screen_of
 from megatron_longstraw.models import DTYPES, build_model, weight_map
 from megatron_longstraw.models.layers import HeadInput, log_prob_head
-from megatron_longstraw.models.parameters import named_parameters
+from megatron_longstraw.models.parameters import named_tensors
 from megatron_longstraw.objectives import TokenTargets, policy_loss, prepare_batch
 from megatron_longstraw.rollouts import RolloutGroup, load_tokenizer, read_groups
 from megatron_longstraw.schedule import ForwardStep, forward_backward
@@ -241,19 +241,23 @@ class Trainer:
                 raise NonFiniteGradientError
 
     def save(self, folder: Path) -> None:
-        """Writes this rank's weights, by their names in the whole model, to `folder`.
+        """Writes this rank's weights and expert biases, by their names in the whole model, to `folder`.
 
-        One safetensors file per tensor- and pipeline-parallel rank; data-parallel rank 0 writes. The optimizer's
-        state is not written.
+        One safetensors file per tensor- and pipeline-parallel rank, which data-parallel rank 0 writes; experts are
+        in files of their own, one per expert- and pipeline-parallel rank. The optimizer's state is not written.
         """
+        shared: dict[str, Tensor] = {}
+        experts: dict[str, Tensor] = {}
+        for item in named_tensors(unwrapped(self.model)):
+            (experts if item.is_expert else shared)[item.name] = item.tensor.detach().cpu().contiguous()
+        pp = parallel_state.get_pipeline_model_parallel_rank()
+        folder.mkdir(parents=True, exist_ok=True)
         if parallel_state.get_data_parallel_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            tensors = {p.name: p.parameter.detach().cpu().contiguous() for p in named_parameters(unwrapped(self.model))}
-            tp, pp = (
-                parallel_state.get_tensor_model_parallel_rank(),
-                parallel_state.get_pipeline_model_parallel_rank(),
-            )
-            save_file(tensors, folder / f"tp{tp:02d}-pp{pp:02d}.safetensors")
+            tp = parallel_state.get_tensor_model_parallel_rank()
+            save_file(shared, folder / f"tp{tp:02d}-pp{pp:02d}.safetensors")
+        if experts and parallel_state.get_expert_data_parallel_rank() == 0:
+            ep = parallel_state.get_expert_model_parallel_rank()
+            save_file(experts, folder / f"experts-ep{ep:02d}-pp{pp:02d}.safetensors")
         dist.barrier()
 
 
