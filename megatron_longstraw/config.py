@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import yaml
 
+from megatron_longstraw.pipeline_split import index_share_problem
+
 Dtype = Literal["float32", "float64", "bfloat16"]
 PromptGradient = Literal["exact", "detached"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
@@ -29,9 +31,10 @@ class ConfigError(ValueError):
 class ModelConfig:
     """What is trained."""
 
-    architecture: Literal["gqa", "qwen36"] = "gqa"
-    """Which builder of megatron_longstraw.models: "gqa" is a dense decoder with grouped-query attention; "qwen36"
-    has Gated DeltaNet layers and, every fourth, gated grouped-query attention."""
+    architecture: Literal["gqa", "glm52", "qwen36"] = "gqa"
+    """Which builder of megatron_longstraw.models: "gqa" is a dense decoder with grouped-query attention; "glm52" has
+    latent attention over positions that an index chooses, and mixture of experts; "qwen36" has Gated DeltaNet layers
+    and, every fourth, gated grouped-query attention."""
     vocab_size: int
     """Rows of the embedding; a multiple of parallel.tp."""
     rotary_base: int = 10000
@@ -42,6 +45,8 @@ class ModelConfig:
     """Use the embedding as the output layer too."""
     backend: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layer modules: Transformer Engine's where they import ("auto"), or Megatron's local ones."""
+    weights: str | None = None
+    """A HuggingFace folder (safetensors) to start from; by default weights are drawn from the seed."""
     transformer: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Megatron's TransformerConfig, by their own names."""
 
@@ -71,6 +76,8 @@ class ParallelConfig:
     """Model chunks per pipeline stage (interleaved schedule); needs pp > 1."""
     ep: int = 1
     """Expert parallel size; needs a mixture-of-experts model."""
+    pipeline_layers: tuple[int, ...] | None = None
+    """Layers of each pipeline stage (pp of them, or pp * vpp in the model's order); by default all have the same."""
     sequence_parallel: bool | None = None
     """Split activations between layers over TP ranks; by default on where tp > 1."""
 
@@ -85,6 +92,17 @@ class ParallelConfig:
                 raise ConfigError("parallel.vpp with variable lengths needs parallel.pp > 2 in Megatron: got pp=2")
         if self.sequence_parallel and self.tp == 1:
             raise ConfigError("parallel.sequence_parallel=true needs parallel.tp > 1: got tp=1")
+        if self.pipeline_layers is not None:
+            stages = self.pipeline_layers
+            _check("parallel.pipeline_layers", list(stages), len(stages) == self.stages, f"{self.stages} numbers")
+            _check("parallel.pipeline_layers", list(stages), min(stages) >= 1, "a layer or more in each stage")
+            if self.pp == 1:
+                raise ConfigError("parallel.pipeline_layers needs parallel.pp > 1: got pp=1")
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages, counting virtual ones."""
+        return self.pp * (self.vpp or 1)
 
     @property
     def uses_sequence_parallel(self) -> bool:
@@ -109,13 +127,21 @@ class ScheduleConfig:
     state_gradient_dtype: Literal["float32", "model"] = "float32"
     """Precision in which dL/d(prompt state) is summed over responses; "model" is the model's own."""
     attention_block_tokens: int = 65536
-    """Owned prompt rows that one attention call reads; bounds its workspace."""
+    """Owned prompt rows (or index keys) that one attention call reads; bounds its workspace."""
+    query_block_tokens: int = 128
+    """Queries of sparse attention whose index scores and chosen rows exist at once; bounds its workspace."""
     log_prob_block_tokens: int = 1024
     """Tokens whose [tokens, vocabulary] logits exist at once."""
 
     def __post_init__(self) -> None:
-        integers = "prompt_chunk_tokens page_tokens boundary_interval attention_block_tokens log_prob_block_tokens"
-        for name in integers.split():
+        for name in (
+            "prompt_chunk_tokens",
+            "page_tokens",
+            "boundary_interval",
+            "attention_block_tokens",
+            "query_block_tokens",
+            "log_prob_block_tokens",
+        ):
             _at_least(f"schedule.{name}", getattr(self, name), 1)
 
 
@@ -220,8 +246,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _at_least("seed", self.seed, 0)
-        tp, pp, heads = self.parallel.tp, self.parallel.pp, self.model.transformer["num_attention_heads"]
-        layers = self.model.transformer["num_layers"]
+        tp, heads = self.parallel.tp, self.model.transformer["num_attention_heads"]
         kv_heads = self.model.transformer.get("num_query_groups")
         kv_heads = heads if kv_heads is None else kv_heads
         _positive_integer("model.transformer.num_query_groups", kv_heads)
@@ -242,17 +267,64 @@ class RunConfig:
             )
         if self.model.vocab_size % tp:
             raise ConfigError(f"model.vocab_size={self.model.vocab_size} must be a multiple of parallel.tp={tp}")
+        _check_pipeline_split(self.model.transformer, self.parallel)
         if self.model.architecture == "qwen36":
             _check_gated_delta_net(self.model.transformer, self.parallel)
-        stages = pp * (self.parallel.vpp or 1)
-        if layers % stages:
-            raise ConfigError(
-                f"model.transformer.num_layers={layers} must be a multiple of parallel.pp * vpp = {stages}"
-            )
         if self.parallel.ep > 1 and not self.model.transformer.get("num_moe_experts"):
             raise ConfigError(
                 f"parallel.ep={self.parallel.ep} needs experts: model.transformer.num_moe_experts is not set"
             )
+
+        if self.model.architecture == "glm52":
+            _check_index_share_split(self.model.transformer, self.parallel)
+            _check_experts(self.model.transformer, self.parallel)
+            if tp > 1 and not self.parallel.uses_sequence_parallel:
+                raise ConfigError(
+                    "parallel.sequence_parallel=false is not supported by architecture glm52 with parallel.tp > 1: "
+                    "Megatron's latent attention needs it"
+                )
+
+
+def _check_pipeline_split(transformer: Mapping[str, Any], parallel: ParallelConfig) -> None:
+    layers, stages = transformer["num_layers"], parallel.pipeline_layers
+    if stages is not None and sum(stages) != layers:
+        raise ConfigError(
+            f"parallel.pipeline_layers={list(stages)} are {sum(stages)} layers: "
+            f"needs model.transformer.num_layers={layers}"
+        )
+    if stages is None and layers % parallel.stages:
+        raise ConfigError(
+            f"model.transformer.num_layers={layers} must be a multiple of parallel.pp * vpp = {parallel.stages}, "
+            f"or set parallel.pipeline_layers"
+        )
+
+
+def _check_index_share_split(transformer: Mapping[str, Any], parallel: ParallelConfig) -> None:
+    layers = transformer["num_layers"]
+    stages = parallel.pipeline_layers or (layers // parallel.stages,) * parallel.stages
+    period = transformer.get("dsa_indexer_topk_freq", 4)
+    offset = transformer.get("dsa_indexer_skip_topk_offset", 3)
+    problem = index_share_problem(stages, period, offset)
+    if problem is not None:
+        raise ConfigError(f"parallel.pipeline_layers={list(stages)} {problem}")
+
+
+def _check_experts(transformer: Mapping[str, Any], parallel: ParallelConfig) -> None:
+    experts = transformer.get("num_moe_experts") or 0
+    if experts % parallel.ep:
+        raise ConfigError(
+            f"model.transformer.num_moe_experts={experts} must be a multiple of parallel.ep={parallel.ep}"
+        )
+    pattern, layers = transformer.get("moe_layer_freq"), transformer["num_layers"]
+    if isinstance(pattern, list) and len(pattern) != layers:
+        raise ConfigError(
+            f"model.transformer.moe_layer_freq has {len(pattern)} entries: needs one for each of {layers} layers"
+        )
+    if transformer.get("moe_token_dispatcher_type") == "allgather" and parallel.tp % parallel.ep:
+        raise ConfigError(
+            f"model.transformer.moe_token_dispatcher_type=allgather needs a parallel.ep that divides parallel.tp="
+            f"{parallel.tp}: got ep={parallel.ep}, and across data-parallel ranks lengths differ; use alltoall"
+        )
 
 
 _OWNED_BY_US = {
@@ -260,6 +332,9 @@ _OWNED_BY_US = {
     "pipeline_model_parallel_size": "parallel.pp",
     "virtual_pipeline_model_parallel_size": "parallel.vpp",
     "expert_model_parallel_size": "parallel.ep",
+    "num_layers_in_first_pipeline_stage": "parallel.pipeline_layers",
+    "num_layers_in_last_pipeline_stage": "parallel.pipeline_layers",
+    "pipeline_model_parallel_layout": "parallel.pipeline_layers",
     "sequence_parallel": "parallel.sequence_parallel",
     "params_dtype": "dtype",
     "pipeline_dtype": "dtype",
@@ -288,6 +363,19 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "cpu_offloading": ((False,), "activation offloading is not built"),
     "overlap_moe_expert_parallel_comm": ((False,), "that schedule splits layers across micro-batches"),
     "no_rope_freq": ((), "layers without RoPE are not tested"),
+    "moe_aux_loss_coeff": ((0, 0.0), "balancing losses of prompt tokens are not built; use the expert bias"),
+    "moe_z_loss_coeff": ((0, 0.0), "the router's z-loss of prompt tokens is not built"),
+    "moe_router_load_balancing_type": (
+        ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),  # these do nothing with moe_aux_loss_coeff=0
+        "it balances within a micro-batch, and ours are not those of the stock schedule",
+    ),
+    "moe_expert_capacity_factor": ((), "token dropping depends on how tokens are cut into micro-batches"),
+    "moe_pad_expert_input_to_capacity": ((False,), "token dropping depends on how tokens are cut into micro-batches"),
+    "moe_input_jitter_eps": ((), "jitter would differ between capture, replay and prompt backward"),
+    "moe_router_force_load_balancing": ((False,), "random routes would differ between capture and prompt backward"),
+    "moe_router_force_biased": ((), "random routes would differ between capture and prompt backward"),
+    "moe_enable_routing_replay": ((False,), "a prompt token passes a router several times; replay isn't built for it"),
+    "dsa_indexer_loss_coeff": ((0, 0.0), "the KL loss that trains the index is not built"),
 }
 
 # The same, for what one architecture can't have and another may.
@@ -301,6 +389,18 @@ _REFUSED_BY: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "num_moe_experts": ((0,), "architecture qwen36 is dense"),
         "multi_latent_attention": ((False,), "architecture qwen36 has keys and values per head"),
         "experimental_attention_variant": (("gated_delta_net",), "architecture qwen36 has Gated DeltaNet layers"),
+    },
+    "glm52": {
+        "multi_latent_attention": ((True,), "architecture glm52 has latent attention"),
+        "experimental_attention_variant": (("dsa",), "architecture glm52 has sparse attention"),
+        "num_query_groups": ((), "latent attention has no groups of queries"),
+        "rope_type": (("rope",), "YaRN depends on lengths"),
+        "apply_rope_fusion": ((False,), "Megatron has it for YaRN only"),
+        "add_bias_linear": ((False,), "Megatron's absorbed latent attention has no biases"),
+        "dsa_kernel_backend": (("none",), "its kernels take no prompt rows"),
+        "expert_tensor_parallel_size": ((1,), "experts are whole on a rank; use parallel.ep"),
+        "moe_shared_expert_overlap": ((False,), "it isn't tested"),
+        "moe_latent_size": ((), "it isn't tested"),
     },
 }
 
@@ -431,6 +531,10 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         if value is None and type(None) in choices:
             return None
         return _typed(name, value, next(c for c in choices if c is not type(None)))
+    if origin is tuple:
+        fine = isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+        _check(name, value, fine, "a list of integers")
+        return tuple(value)
     if origin is Mapping:
         _check(name, value, isinstance(value, Mapping), "a section of settings")
         return dict(value)

@@ -40,6 +40,7 @@ def install() -> None:
 
     jit.disable_jit_fuser()  # else every rank compiles C++ for minutes
     _replace_rng()
+    _accept_split_tensors()
     mode = _CudaMeansCpu()
     mode.__enter__()
     _installed.append(mode)
@@ -117,3 +118,17 @@ def _replace_rng() -> None:
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _accept_split_tensors() -> None:
+    """gloo wants split sizes as lists; on a CPU, Megatron's alltoall dispatcher has them as tensors."""
+    distributed: Any = torch.distributed
+    inner = distributed.all_to_all_single
+
+    def all_to_all_single(output: Any, input: Any, *splits: Any, **kwargs: Any) -> Any:
+        def as_list(value: Any) -> Any:
+            return value.tolist() if isinstance(value, torch.Tensor) else value
+
+        return inner(output, input, *map(as_list, splits), **{k: as_list(v) for k, v in kwargs.items()})
+
+    distributed.all_to_all_single = all_to_all_single

@@ -14,10 +14,12 @@ Recurrent layers keep states at chunk boundaries instead of rows: `megatron_long
 """
 
 import contextlib
+import dataclasses
 import enum
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -49,6 +51,11 @@ class Segment:
     phase: Phase
     start: int
     length: int
+    multiplicity: int = 1
+    """How often the stock schedule would see each of the tokens while this is the one time that we do: what a
+    router counts them as. 0 for tokens that are counted elsewhere, or not at all."""
+    in_place_of: Phase | None = None
+    """Of idle work: the phase of what other ranks run meanwhile, in whose collectives this rank takes part."""
 
     @property
     def end(self) -> int:
@@ -57,33 +64,76 @@ class Segment:
     @property
     def is_prompt(self) -> bool:
         """Whether it is there for the state it leaves, so that the last layer's output is of no use."""
-        return self.phase in (Phase.CAPTURE, Phase.RECAPTURE, Phase.PROMPT)
+        return (self.in_place_of or self.phase) in (Phase.CAPTURE, Phase.RECAPTURE, Phase.PROMPT)
+
+
+@dataclass
+class MicroBatch:
+    """What the layers of a rank share while one micro-batch passes; it lives as long as the micro-batch's graph.
+
+    Args:
+        segment: the micro-batch.
+        chosen: number of a layer that chooses positions for others too (IndexShare) -> its choice. Layers that
+            reuse a choice are recomputed before the layer that made it, so recomputation never makes one anew.
+        is_recomputed: whether layers run to rebuild a graph, not for the first time.
+    """
+
+    segment: Segment
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    is_recomputed: bool = False
+
+
+def _outside() -> MicroBatch:
+    """What layers see when a host calls the model without the schedule: a stock sequence, whatever its length."""
+    return MicroBatch(Segment(phase=Phase.PLAIN, start=0, length=sys.maxsize))
 
 
 class Runtime:
     """Tells the layers of a model what runs now. The model's builder makes one and the schedule drives it.
 
     Attributes:
-        segment: the micro-batch whose forward (or recomputed forward) runs.
+        micro_batch: whose forward (or recomputed forward) runs.
         state: the prompt state of the group that runs, or None between groups.
         recompute: whether layers recompute their forward in backward.
         recurrent: whether the model has layers that keep boundary states.
+        recompute_plain: whether they do so for stock sequences too, instead of Megatron's own recomputation.
+        plain_is_recomputable: whether stock sequences can be recomputed at all; the model says so.
     """
 
     def __init__(self) -> None:
-        self.segment = Segment(phase=Phase.PLAIN, start=0, length=0)
+        self.micro_batch = _outside()
         self.state: PromptState | None = None
         self.recompute = True
         self.recurrent = False
+        self.recompute_plain = False
+        self.plain_is_recomputable = True
 
-    @contextlib.contextmanager
-    def resume(self, segment: Segment) -> Iterator[None]:
-        """Re-enters the segment that a recomputed layer was first run in."""
-        now, self.segment = self.segment, segment
-        try:
-            yield
-        finally:
-            self.segment = now
+    @property
+    def segment(self) -> Segment:
+        """The micro-batch that runs."""
+        return self.micro_batch.segment
+
+    def begin(self, segment: Segment) -> None:
+        """Starts the forward of a micro-batch."""
+        self.micro_batch = MicroBatch(segment)
+
+    def end(self) -> None:
+        """Ends a step: what runs from here on is not the schedule's."""
+        self.micro_batch, self.state = _outside(), None
+
+    def resumption(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Makes contexts that re-enter the micro-batch that runs now, to recompute a layer of it."""
+        again = dataclasses.replace(self.micro_batch, is_recomputed=True)
+
+        @contextlib.contextmanager
+        def resume() -> Iterator[None]:
+            now, self.micro_batch = self.micro_batch, again
+            try:
+                yield
+            finally:
+                self.micro_batch = now
+
+        return resume
 
     def current_state(self) -> "PromptState":
         """The prompt state; RuntimeError outside the schedule."""
@@ -114,6 +164,16 @@ class Pages:
         mine = min(max(rest - self.rank * self.page_tokens, 0), self.page_tokens)
         return rounds * self.page_tokens + mine
 
+    def rows_of(self, positions: Tensor) -> Tensor:
+        """This rank's rows of positions; -1 for those that it doesn't own, and for negative positions."""
+        page = positions // self.page_tokens
+        row = page // self.size * self.page_tokens + positions % self.page_tokens
+        return row.where((page % self.size == self.rank) & (positions >= 0), -1)
+
+    def positions_of(self, rows: Tensor) -> Tensor:
+        """The positions of this rank's rows."""
+        return (rows // self.page_tokens * self.size + self.rank) * self.page_tokens + rows % self.page_tokens
+
     def runs(self, start: int, end: int) -> Iterator[tuple[slice, slice]]:
         """The owned positions of ``start`` to ``end - 1``, in order, as contiguous runs.
 
@@ -140,6 +200,7 @@ class OwnedRows:
         dtype: of the rows.
         device: of rows and gradients.
         gradient_dtype: in which gradients are summed; None where none are wanted.
+        constants: fields that have no gradient.
     """
 
     def __init__(
@@ -151,6 +212,7 @@ class OwnedRows:
         dtype: torch.dtype,
         device: torch.device,
         gradient_dtype: torch.dtype | None,
+        constants: Collection[str] = (),
     ) -> None:
         self.length = length
         self.pages = pages
@@ -158,7 +220,8 @@ class OwnedRows:
         self.values = {n: torch.empty(owned, *shape, dtype=dtype, device=device) for n, shape in shapes.items()}
         self.gradients: dict[str, Tensor] = {}
         if gradient_dtype is not None:
-            self.gradients = {n: torch.zeros_like(v, dtype=gradient_dtype) for n, v in self.values.items()}
+            summed = {n: v for n, v in self.values.items() if n not in constants}
+            self.gradients = {n: torch.zeros_like(v, dtype=gradient_dtype) for n, v in summed.items()}
         self._written = 0
         self._untaken = length
 
@@ -189,11 +252,22 @@ class OwnedRows:
 
     def add_gradient(self, end: int, block: slice, **fields: Tensor) -> None:
         """Adds to the gradients of a block of rows, read by a segment that starts at `end`."""
-        if end > self._untaken:
-            raise RuntimeError(f"gradient of rows before {end} comes after those from {self._untaken} on were taken")
+        self._check_untaken(end)
         for name, gradient in fields.items():
             if name in self.gradients:
                 self.gradients[name][block] += gradient
+
+    def add_gradient_at(self, end: int, rows: Tensor, **fields: Tensor) -> None:
+        """Adds to the gradients of single rows [n], of which some may be the same; else as `add_gradient`."""
+        self._check_untaken(end)
+        for name, gradient in fields.items():
+            if name in self.gradients:
+                summed = self.gradients[name]
+                summed.index_add_(0, rows, gradient.to(summed.dtype))
+
+    def _check_untaken(self, end: int) -> None:
+        if end > self._untaken:
+            raise RuntimeError(f"gradient of rows before {end} comes after those from {self._untaken} on were taken")
 
     def take_gradient(self, segment: Segment, **fields: Tensor) -> None:
         """Adds the gathered gradients of a prompt chunk's owned rows to `fields`, in place.
@@ -261,6 +335,7 @@ class PromptState:
         owners: int,
         dtype: torch.dtype,
         device: torch.device,
+        constants: Collection[str] = (),
     ) -> OwnedRows:
         """A layer's rows, allocated whole when first asked for."""
         if layer_number not in self._layers:
@@ -274,6 +349,7 @@ class PromptState:
                 dtype=dtype,
                 device=device,
                 gradient_dtype=gradient_dtype,
+                constants=constants,
             )
         return self._layers[layer_number]
 

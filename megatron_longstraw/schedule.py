@@ -18,6 +18,8 @@ Invariants, on every pipeline stage:
    forward in call B, also a recomputed one, depends on nothing that changes.
 3. Gradients are reduced over ranks once, after the last group.
 4. The number of groups may differ between data-parallel ranks; all join the one reduction.
+5. Where experts are spread over data-parallel ranks, these ranks run their micro-batches in step: the same number
+   of each phase, idle work filling up, as each takes part in the others' collectives.
 
 `docs/schedule.txt` has the picture; a test draws it from a real run.
 """
@@ -28,11 +30,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longstraw import work
 from megatron_longstraw.config import ConfigError, ScheduleConfig, check_transformer_settings
-from megatron_longstraw.prompt_state import Phase, PromptState, Runtime, Segment, StateOptions
+from megatron_longstraw.prompt_state import Phase, PromptState, Runtime, StateOptions
 from megatron_longstraw.work import PromptGroup, WorkItem
 
 ForwardStep = Callable[[Iterator[WorkItem], Any], tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]]
@@ -118,8 +121,10 @@ def forward_backward(
             observer=observer,
             arguments=arguments,
         )
-        for _ in range(num_microbatches):
-            reports += _run_group(next(groups), call, chunks, options, forward_only, observer)
+        (rounds,) = _largest_counts(config, num_microbatches)
+        for round_ in range(rounds):
+            group = next(groups) if round_ < num_microbatches else None
+            reports += _run_group(group, call, chunks, options, forward_only, observer)
     if finalize is not None and not forward_only:
         finalize(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
     return reports
@@ -137,7 +142,9 @@ def stock_forward_backward(
     """The same groups through stock Megatron, for comparison: each response behind a prompt of its own.
 
     Args:
-        recompute: with Megatron's full recomputation, one layer at a time.
+        recompute: with full recomputation, one layer at a time: Megatron's own, or, for models with experts or a
+            sparse index, that of `megatron_longstraw.models.layers.PromptLayer`. Megatron's own sparse attention
+            can't be recomputed, and isn't.
         others: as `forward_backward`.
 
     Returns:
@@ -145,11 +152,22 @@ def stock_forward_backward(
     """
     chunks = _chunks(model)
     config = _config(chunks)
-    items = [item for group in groups for item in work.whole_sequences(group, _length_multiple(config))]
+    runtime, multiple = _runtime(chunks), _length_multiple(config)
+    items = [item for group in groups for item in work.whole_sequences(group, multiple)]
+    (count,) = _largest_counts(config, len(items))
+    items = work.filled(items, count, Phase.PLAIN, work.no_group(_device(chunks)), multiple)
     finalize = config.finalize_model_grads_func
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    with _settings(config, finalize_model_grads_func=None, **(full if recompute else {})):
-        reports = _call_megatron(items, forward_step_func, chunks, observer, {})
+    # Megatron's recomputation forgets which micro-batch a layer was run for: IndexShare then takes another one's
+    # index, and routers count another one's padding
+    ours = bool(config.num_moe_experts) or config.experimental_attention_variant == "dsa"
+    recompute = recompute and runtime.plain_is_recomputable
+    runtime.recompute_plain = recompute and ours
+    try:
+        with _settings(config, finalize_model_grads_func=None, **(full if recompute and not ours else {})):
+            reports = _call_megatron(items, forward_step_func, chunks, observer, {})
+    finally:
+        runtime.end()
     if finalize is not None:
         finalize(chunks, None, force_all_reduce=force_all_reduce)
     return reports
@@ -181,35 +199,67 @@ def check_model(model: Any) -> None:
 
 
 def _run_group(
-    group: PromptGroup,
+    group: PromptGroup | None,
     call: Callable[..., list[Any]],
     chunks: Sequence[Any],
     options: ScheduleConfig,
     forward_only: bool,
     observer: Observer | None,
 ) -> list[Any]:
-    """Capture, replay, prompt backward of one group."""
-    if not group.has_work:
-        return []
-    runtime, multiple = _runtime(chunks), _length_multiple(_config(chunks))
+    """Capture, replay, prompt backward of one group; None takes part in the groups of other ranks."""
+    config, runtime = _config(chunks), _runtime(chunks)
     exact = options.prompt_gradient == "exact" and not forward_only
-    runtime.state = state = PromptState(len(group.prompt) - 1, _state_options(options, exact, _config(chunks)))
+    group = group if group is not None and group.has_work else None
+    interval = options.boundary_interval if runtime.recurrent else 1
+    capture, replay, prompt = _work(group, options, forward_only, _length_multiple(config), interval)
+    count_chunks, count_responses = _largest_counts(config, len(capture), len(replay))
+    if not count_responses:
+        return []
+    idle_group = group or work.no_group(_device(chunks))
+    fill = functools.partial(work.filled, group=idle_group, multiple=_length_multiple(config))
+    if group is not None:
+        runtime.state = PromptState(len(group.prompt) - 1, _state_options(options, exact, config))
     try:
         with torch.no_grad():
-            call(work.prompt_chunks(group, Phase.CAPTURE, options.prompt_chunk_tokens, multiple), forward_only=True)
-        items = work.responses(group, multiple)
+            call(fill(capture, count_chunks, Phase.CAPTURE), forward_only=True)
+        items = fill(replay, count_responses, Phase.RESPONSE)
         if exact:
-            interval = options.boundary_interval if runtime.recurrent else 1
-            items += work.prompt_backward(group, options.prompt_chunk_tokens, multiple, interval)
+            items += fill(prompt, count_chunks, Phase.PROMPT)
         with torch.set_grad_enabled(not forward_only):
             reports = call(items, forward_only=forward_only)
-        state.check_complete()
-        if observer is not None:
-            observer.on_group_end(state)
+        if runtime.state is not None:
+            runtime.state.check_complete()
+            if observer is not None:
+                observer.on_group_end(runtime.state)
         return reports
     finally:
-        runtime.state = None
-        runtime.segment = Segment(phase=Phase.PLAIN, start=0, length=0)
+        runtime.end()
+
+
+def _work(
+    group: PromptGroup | None, options: ScheduleConfig, forward_only: bool, multiple: int, boundary_interval: int
+) -> tuple[list[WorkItem], list[WorkItem], list[WorkItem]]:
+    """The group's capture, replay and prompt backward, each in order of running."""
+    if group is None:
+        return [], [], []
+    count = 0 if forward_only else sum(1 for response in group.responses if len(response))
+    chunk = options.prompt_chunk_tokens
+    return (
+        work.prompt_chunks(group, Phase.CAPTURE, chunk, multiple, multiplicity=count),
+        work.responses(group, multiple, multiplicity=min(count, 1)),
+        work.prompt_backward(group, chunk, multiple, boundary_interval),
+    )
+
+
+def _largest_counts(config: Any, *counts: int) -> list[int]:
+    """The largest counts among the ranks that must run their micro-batches in step with this one."""
+    if not config.num_moe_experts or config.tensor_model_parallel_size % config.expert_model_parallel_size == 0:
+        return list(counts)
+    from megatron.core import parallel_state
+
+    largest = torch.tensor(counts, dtype=torch.int64, device=torch.cuda.current_device())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+    return [int(count) for count in largest.tolist()]
 
 
 def _call_megatron(
@@ -234,7 +284,7 @@ def _call_megatron(
         item = next(iterator)
         if observer is not None and model is chunks[0]:
             observer.on_item(item)
-        runtime.segment = item.segment
+        runtime.begin(item.segment)
         output, loss_func = forward_step_func(iter([item]), model)
         return output, functools.partial(_loss, None if item.response is None else loss_func)
 
@@ -290,6 +340,10 @@ def _state_options(options: ScheduleConfig, exact: bool, config: Any) -> StateOp
 
 def _chunks(model: Any) -> list[Any]:
     return list(model) if isinstance(model, list | tuple) else [model]
+
+
+def _device(chunks: Sequence[Any]) -> torch.device:
+    return next(chunks[0].parameters()).device
 
 
 def _config(chunks: Sequence[Any]) -> Any:

@@ -22,12 +22,13 @@ from torch import Tensor
 from megatron_longstraw.config import ConfigError, RunConfig
 from megatron_longstraw.distributed import PeerError, together
 from megatron_longstraw.measure import PHASES, NonFiniteGradientError, PeakBytes, StepMeter, screen_of
-from megatron_longstraw.models import DTYPES, build_model
+from megatron_longstraw.models import DTYPES, build_model, weight_map
 from megatron_longstraw.models.layers import HeadInput, log_prob_head
-from megatron_longstraw.models.parameters import named_parameters
+from megatron_longstraw.models.parameters import named_tensors
 from megatron_longstraw.objectives import TokenTargets, policy_loss, prepare_batch
 from megatron_longstraw.rollouts import RolloutGroup, load_tokenizer, read_groups
 from megatron_longstraw.schedule import ForwardStep, check_model, forward_backward
+from megatron_longstraw.weights import load_weights
 from megatron_longstraw.work import PromptGroup, WorkItem
 
 
@@ -42,6 +43,8 @@ class GroupTargets:
 def build_ddp_model(run: RunConfig, *, plain_attention: str = "longstraw") -> list[Any]:
     """This rank's model chunks in Megatron's Float16Module (bfloat16 only) and DistributedDataParallel."""
     chunks: list[Any] = build_model(run, plain_attention=plain_attention)
+    if run.model.weights is not None:
+        load_weights(chunks, run.model.weights, weight_map(run))
     config = chunks[0].config
     if run.dtype == "bfloat16":
         chunks = [Float16Module(config, chunk) for chunk in chunks]
@@ -98,11 +101,11 @@ def grpo_forward_step(run: RunConfig, keep_log_probs: bool = False) -> ForwardSt
 
     def forward_step(items: Iterator[WorkItem], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         item = next(items)
-        payload: GroupTargets = item.group.payload
+        payload: GroupTargets | None = item.group.payload  # None: other ranks have a group now, and this one none
         head = HeadInput(
             targets=item.targets,
             first_row=item.first_row,
-            temperature=payload.temperature,
+            temperature=1.0 if payload is None else payload.temperature,
             block_tokens=run.schedule.log_prob_block_tokens,
             with_entropy=with_entropy,
         )
@@ -111,7 +114,7 @@ def grpo_forward_step(run: RunConfig, keep_log_probs: bool = False) -> ForwardSt
         )
 
         def loss_func(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            assert item.response is not None
+            assert payload is not None and item.response is not None
             entropy = output[1] if with_entropy else None
             loss, report = policy_loss(output[0], payload.responses[item.response], run.objective, entropy)
             if keep_log_probs:
@@ -240,19 +243,23 @@ class Trainer:
                 raise NonFiniteGradientError
 
     def save(self, folder: Path) -> None:
-        """Writes this rank's weights, by their names in the whole model, to `folder`.
+        """Writes this rank's weights and expert biases, by their names in the whole model, to `folder`.
 
-        One safetensors file per tensor- and pipeline-parallel rank; data-parallel rank 0 writes. The optimizer's
-        state is not written.
+        One safetensors file per tensor- and pipeline-parallel rank, which data-parallel rank 0 writes; experts are
+        in files of their own, one per expert- and pipeline-parallel rank. The optimizer's state is not written.
         """
+        shared: dict[str, Tensor] = {}
+        experts: dict[str, Tensor] = {}
+        for item in named_tensors(unwrapped(self.model)):
+            (experts if item.is_expert else shared)[item.name] = item.tensor.detach().cpu().contiguous()
+        pp = parallel_state.get_pipeline_model_parallel_rank()
+        folder.mkdir(parents=True, exist_ok=True)
         if parallel_state.get_data_parallel_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            tensors = {p.name: p.parameter.detach().cpu().contiguous() for p in named_parameters(unwrapped(self.model))}
-            tp, pp = (
-                parallel_state.get_tensor_model_parallel_rank(),
-                parallel_state.get_pipeline_model_parallel_rank(),
-            )
-            save_file(tensors, folder / f"tp{tp:02d}-pp{pp:02d}.safetensors")
+            tp = parallel_state.get_tensor_model_parallel_rank()
+            save_file(shared, folder / f"tp{tp:02d}-pp{pp:02d}.safetensors")
+        if experts and parallel_state.get_expert_data_parallel_rank() == 0:
+            ep = parallel_state.get_expert_model_parallel_rank()
+            save_file(experts, folder / f"experts-ep{ep:02d}-pp{pp:02d}.safetensors")
         dist.barrier()
 
 

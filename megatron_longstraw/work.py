@@ -6,6 +6,10 @@ For a prompt of P tokens and a response R_i of n tokens:
   response token is trained too;
 - a whole sequence is prompt + R_i[:-1], with the same targets.
 Tokens are padded at the end to what sequence parallelism can split; the padding is seen by nobody.
+
+A segment's multiplicity is what a router counts its tokens as, so that a step's counts are those of the stock
+schedule: a captured prompt token stands for one in each non-empty response, a token of a response for itself, and
+prompt chunks that run again, idle work and all work of an evaluation for none.
 """
 
 from collections.abc import Sequence
@@ -50,7 +54,8 @@ class WorkItem:
 
     Args:
         segment: what it is and which positions it covers.
-        group: the group it is of. Idle work has one too, for its device, and nothing else of it.
+        group: the group it is of. Idle work has one too, for its device, and nothing else of it; where a rank has
+            no group at all while others do, it is an empty one without payload (`no_group`).
         response: index of the response in the group; None for prompt chunks and idle work.
         multiple: the number of tokens is padded to a multiple of this.
     """
@@ -91,11 +96,18 @@ class WorkItem:
         return torch.cat([prompt[start:], self.group.responses[self.response][:-1]])
 
 
-def prompt_chunks(group: PromptGroup, phase: Phase, chunk_tokens: int, multiple: int) -> list[WorkItem]:
+def no_group(device: torch.device) -> PromptGroup:
+    """A group without work or payload."""
+    return PromptGroup(prompt=torch.zeros(1, dtype=torch.int64, device=device), responses=())
+
+
+def prompt_chunks(
+    group: PromptGroup, phase: Phase, chunk_tokens: int, multiple: int, multiplicity: int = 0
+) -> list[WorkItem]:
     """The prompt's chunks in order, as CAPTURE or PROMPT work; none for a prompt of one token."""
     captured = len(group.prompt) - 1
     segments = (
-        Segment(phase=phase, start=start, length=min(chunk_tokens, captured - start))
+        Segment(phase=phase, start=start, length=min(chunk_tokens, captured - start), multiplicity=multiplicity)
         for start in range(0, captured, chunk_tokens)
     )
     return [WorkItem(segment=segment, group=group, multiple=multiple) for segment in segments]
@@ -118,14 +130,27 @@ def prompt_backward(group: PromptGroup, chunk_tokens: int, multiple: int, bounda
     return items
 
 
-def responses(group: PromptGroup, multiple: int) -> list[WorkItem]:
+def responses(group: PromptGroup, multiple: int, multiplicity: int = 1) -> list[WorkItem]:
     """The non-empty responses, on top of the prompt's state."""
-    return _response_items(group, Phase.RESPONSE, len(group.prompt) - 1, multiple)
+    return _response_items(group, Phase.RESPONSE, len(group.prompt) - 1, multiple, multiplicity)
 
 
 def whole_sequences(group: PromptGroup, multiple: int) -> list[WorkItem]:
     """The non-empty responses, each behind a prompt of its own, for the stock schedule."""
     return _response_items(group, Phase.PLAIN, 0, multiple)
+
+
+def filled(items: Sequence[WorkItem], count: int, phase: Phase, group: PromptGroup, multiple: int) -> list[WorkItem]:
+    """Adds idle work at the end, in place of work of a phase, until there are `count` items.
+
+    Args:
+        items: work of the phase.
+        count: how many items other ranks have, whose collectives this rank takes part in.
+        phase: what the others run meanwhile.
+        group: of the idle work.
+        multiple: tokens of a micro-batch are a multiple of this.
+    """
+    return [*items, *[_idle(group, multiple, phase)] * (count - len(items))]
 
 
 def padded(items: Sequence[WorkItem], pipeline_stages: int, multiple: int) -> list[WorkItem]:
@@ -142,17 +167,22 @@ def padded(items: Sequence[WorkItem], pipeline_stages: int, multiple: int) -> li
     items = list(items)
     if pipeline_stages > 1:
         wanted = max(-(-len(items) // pipeline_stages), 2) * pipeline_stages
-        segment = Segment(phase=Phase.IDLE, start=0, length=multiple)
-        idle = WorkItem(segment=segment, group=items[0].group, multiple=multiple)
-        items += [idle] * (wanted - len(items))
+        items += [_idle(items[0].group, multiple)] * (wanted - len(items))
     return items
 
 
-def _response_items(group: PromptGroup, phase: Phase, start: int, multiple: int) -> list[WorkItem]:
+def _idle(group: PromptGroup, multiple: int, in_place_of: Phase | None = None) -> WorkItem:
+    segment = Segment(phase=Phase.IDLE, start=0, length=multiple, multiplicity=0, in_place_of=in_place_of)
+    return WorkItem(segment=segment, group=group, multiple=multiple)
+
+
+def _response_items(
+    group: PromptGroup, phase: Phase, start: int, multiple: int, multiplicity: int = 1
+) -> list[WorkItem]:
     prompt = len(group.prompt) - start
     return [
         WorkItem(
-            segment=Segment(phase=phase, start=start, length=prompt + len(response) - 1),
+            segment=Segment(phase=phase, start=start, length=prompt + len(response) - 1, multiplicity=multiplicity),
             group=group,
             response=index,
             multiple=multiple,

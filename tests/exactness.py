@@ -1,5 +1,6 @@
 """Bodies for rank processes that run both schedules, and what tests make of the results."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megatron_longstraw.config import ModelConfig, ObjectiveConfig, ParallelConfig, RunConfig, ScheduleConfig
 from megatron_longstraw.rollouts import Response, RolloutGroup
+from tests.float64 import keep_float64
 from tests.ranks import Layout
 
 LAYOUTS = [
@@ -120,25 +122,31 @@ def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str =
     """Stock and ours from the same weights, then a plain gradient step by ours, and again.
 
     Returns:
-        Per step the comparison, the largest difference of log-probs, both losses and both gradients' parts; and
-        the initial weights' parts.
+        Per step the comparison, the largest difference of log-probs, both losses, both gradients' parts, and the
+        expert biases after both; and the initial weights' parts.
     """
     from megatron_longstraw.compare import GATES, compare_gradients, run_schedule
-    from megatron_longstraw.models.parameters import named_parameters
+    from megatron_longstraw.models.parameters import named_buffers, named_parameters
     from megatron_longstraw.trainer import build_ddp_model, unwrapped
 
     device = rank_device()
     model = build_ddp_model(run, plain_attention=plain_attention)
     parameters = list(named_parameters(unwrapped(model)))
     shards = {p.name: p.shard for p in parameters}
+    buffers = {b.name: b.tensor for b in named_buffers(unwrapped(model))}
+    float64 = keep_float64 if run.dtype == "float64" else contextlib.nullcontext
 
     def parts(tensors: dict[str, Tensor]) -> list[FullParameter]:
         return [FullParameter(name, tensor.clone(), shards[name]) for name, tensor in tensors.items()]
 
     result: dict[str, Any] = {"weights": parts({p.name: p.parameter.detach().cpu() for p in parameters}), "steps": []}
     for _ in range(2):
-        stock = run_schedule("stock", model, groups, run, device)
-        ours = run_schedule("longstraw", model, groups, run, device)
+        with float64():
+            stock = run_schedule("stock", model, groups, run, device)
+        with float64():
+            ours = run_schedule("longstraw", model, groups, run, device)
+        for name, buffer in buffers.items():
+            buffer.copy_(ours.expert_bias[name])
         pairs = zip(ours.reports, stock.reports, strict=True)
         result["steps"].append(
             {
@@ -147,6 +155,8 @@ def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str =
                 "loss": (stock.loss, ours.loss),
                 "stock": parts(stock.gradients),
                 "ours": parts(ours.gradients),
+                "stock_buffers": stock.expert_bias,
+                "buffers": ours.expert_bias,
             }
         )
         for p in parameters:

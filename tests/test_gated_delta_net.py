@@ -90,7 +90,7 @@ def _chunked_against_naive(lengths: list[int], response: int) -> list[tuple[str,
     outs = []
 
     def run(phase: Phase, start: int, length: int) -> Tensor:
-        runtime.segment = Segment(phase=phase, start=start, length=length)
+        runtime.begin(Segment(phase=phase, start=start, length=length))
         return layer(hidden[start : start + length, None], None)[0][:, 0]
 
     with keep_float64():

@@ -11,12 +11,13 @@ PACKAGE = Path(megatron_longstraw.__file__).parent
 
 # Modules of one line don't know each other.
 LAYERS = [
+    ["pipeline_split"],
     ["config"],
     ["cpu_platform"],
     ["distributed"],
     ["rollouts", "recurrent_state", "logprobs"],
     ["prompt_state"],
-    ["objectives", "attention"],
+    ["objectives", "attention", "sparse_attention"],
     ["work"],
     ["measure", "models", "schedule"],
     ["weights"],

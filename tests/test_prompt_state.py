@@ -126,7 +126,19 @@ def test_runtime_outside_the_schedule() -> None:
     runtime = Runtime()
     with pytest.raises(RuntimeError, match="only the schedule runs it"):
         runtime.current_state()
-    chunk = _chunk(3, 4)
-    with runtime.resume(chunk):
-        assert runtime.segment is chunk
+
+
+def test_recomputation_sees_its_own_micro_batch() -> None:
+    """Whatever ran since, a layer finds the segment and the choices of the micro-batch that it was run for."""
+    runtime, first = Runtime(), _chunk(3, 4)
+    runtime.begin(first)
+    resume = runtime.resumption()
+    runtime.micro_batch.chosen[7] = torch.ones(1)
+    runtime.begin(_chunk(7, 2))
+    assert not runtime.micro_batch.chosen
+    with resume():
+        assert runtime.segment is first
+        assert runtime.micro_batch.is_recomputed and 7 in runtime.micro_batch.chosen
+    assert runtime.segment.start == 7 and not runtime.micro_batch.is_recomputed
+    runtime.end()
     assert runtime.segment.phase is Phase.PLAIN

@@ -9,13 +9,19 @@ from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.nn import functional as F
 
 from megatron_longstraw.config import ConfigError, RunConfig
-from megatron_longstraw.models.backend import resolve_backend
+from megatron_longstraw.models.backend import latent_attention_takes, resolve_backend
 from megatron_longstraw.models.gated_delta_net import resolve_delta_rule
+from megatron_longstraw.models.glm52 import (
+    GLM52_SETTINGS,
+    glm52_layer_specs,
+    glm52_weight_map,
+    set_latent_norm_epsilon,
+)
 from megatron_longstraw.models.gqa import gqa_layer_spec
 from megatron_longstraw.models.layers import PromptGPTModel
 from megatron_longstraw.models.parameters import initialize_weights
@@ -43,13 +49,13 @@ def build_model(run: RunConfig, *, plain_attention: str = "longstraw") -> list[P
     delta_rule = "torch" if config.deterministic_mode else "flash-linear-attention"
     _log.info("layer modules: %s%s", backend_name, f", delta rule: {delta_rule}" if _is_recurrent(run) else "")
     runtime = Runtime()
-    specs = _layer_specs(run.model.architecture, config, backend, runtime, plain_attention)
+    specs = _layer_specs(run, config, backend, runtime, plain_attention)
     chunks = []
     for vp_stage in range(run.parallel.vpp) if run.parallel.vpp else [None]:
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)
         layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-        chunks.append(
-            PromptGPTModel(
+        with latent_attention_takes(backend):
+            chunk = PromptGPTModel(
                 runtime=runtime,
                 config=config,
                 transformer_layer_spec=TransformerBlockSubmodules(
@@ -66,7 +72,9 @@ def build_model(run: RunConfig, *, plain_attention: str = "longstraw") -> list[P
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
                 vp_stage=vp_stage,
             ).to(torch.cuda.current_device())
-        )
+        if run.model.architecture == "glm52":
+            set_latent_norm_epsilon(chunk)
+        chunks.append(chunk)
     initialize_weights(chunks, run.seed)
     return chunks
 
@@ -75,11 +83,16 @@ def weight_map(run: RunConfig) -> WeightMap:
     """How the architecture's parameters are made of HuggingFace tensors.
 
     Raises:
-        ConfigError: the architecture has no HuggingFace form here.
+        ConfigError: no map of it is written.
     """
     if run.model.architecture == "qwen36":
         return qwen36_weight_map(transformer_config(run))
-    raise ConfigError(f"model.architecture={run.model.architecture}: its HuggingFace weights are not mapped")
+    if run.model.architecture == "glm52":
+        return glm52_weight_map
+    raise ConfigError(
+        f"model.weights: HuggingFace weights of architecture {run.model.architecture} can't be read; "
+        "only those of glm52 and qwen36"
+    )
 
 
 def _is_recurrent(run: RunConfig) -> bool:
@@ -87,19 +100,28 @@ def _is_recurrent(run: RunConfig) -> bool:
 
 
 def _layer_specs(
-    architecture: str, config: TransformerConfig, backend: BackendSpecProvider, runtime: Runtime, plain_attention: str
+    run: RunConfig, config: TransformerConfig, backend: BackendSpecProvider, runtime: Runtime, plain_attention: str
 ) -> list[ModuleSpec]:
     """Specs of all layers of the whole model, in order."""
-    if architecture == "qwen36":
+    if run.model.architecture == "qwen36":
         return qwen36_layer_specs(config, backend, runtime, plain_attention)
+    if run.model.architecture == "glm52":
+        return glm52_layer_specs(config, backend, runtime, plain_attention, run.schedule.query_block_tokens)
     return [gqa_layer_spec(config, backend, runtime, plain_attention)] * config.num_layers
 
 
 def _architecture_settings(run: RunConfig) -> dict[str, Any]:
     """What an architecture sets of Megatron's config, unless model.transformer says otherwise."""
-    if _is_recurrent(run):
+    if run.model.architecture == "qwen36":
         delta_rule = resolve_delta_rule(run.model.transformer.get("deterministic_mode"))
         return QWEN36_SETTINGS | {"deterministic_mode": delta_rule == "torch"}
+    if run.model.architecture == "glm52":
+        router_dtype = "fp64" if run.dtype == "float64" else "fp32"
+        return GLM52_SETTINGS | {
+            "rotary_base": run.model.rotary_base,
+            "rotary_percent": run.model.rotary_percent,
+            "moe_router_dtype": router_dtype,
+        }
     return {}
 
 
@@ -109,10 +131,11 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
     Raises:
         ConfigError: names the setting that Megatron does not know, or what it says of the whole.
     """
-    known = {f.name for f in dataclasses.fields(TransformerConfig)}
+    config_class = MLATransformerConfig if run.model.architecture == "glm52" else TransformerConfig
+    known = {f.name for f in dataclasses.fields(config_class)}
     for name in run.model.transformer:
         if name not in known:
-            raise ConfigError(f"model.transformer.{name} is not a field of Megatron's TransformerConfig")
+            raise ConfigError(f"model.transformer.{name} is not a field of Megatron's {config_class.__name__}")
     settings: dict[str, Any] = {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -140,13 +163,27 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": run.dtype == "bfloat16",
-        "variable_seq_lengths": True,
+        "pipeline_model_parallel_layout": _pipeline_layout(run),
         "calculate_per_token_loss": True,  # the objective is normalised before the forward
         "perform_initialization": False,  # initialize_weights does it, the same for every layout
         "deallocate_pipeline_outputs": True,
         "batch_p2p_comm": torch.cuda.is_available(),
     }
     try:
-        return TransformerConfig(**settings)
+        config = config_class(**settings)
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(f"model.transformer: Megatron refuses it: {error}") from error
+    # set late: Megatron refuses it for the allgather dispatcher, which needs equal lengths in an expert-parallel
+    # group only, and there a group within one tensor-parallel group has them (the run configuration sees to it)
+    config.variable_seq_lengths = True
+    return config
+
+
+def _pipeline_layout(run: RunConfig) -> list[list[str]] | None:
+    """parallel.pipeline_layers as Megatron has it: the layers of each stage, by their types."""
+    if run.parallel.pipeline_layers is None:
+        return None
+    stages = [["decoder"] * layers for layers in run.parallel.pipeline_layers]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages

@@ -1,10 +1,13 @@
 """Which modules a layer is built from: Transformer Engine's, or Megatron's local ones made fit for use.
 
 Megatron's local norms refuse sequence parallelism and zero-centred weights; `LocalBackend` has one that takes
-both, and a column-parallel linear layer behind such a norm, as Transformer Engine has. Transformer Engine is used
-through Megatron's own provider; it needs a GPU and has not been run here.
+both, a column-parallel linear layer behind such a norm, as Transformer Engine has, and a linear layer that every
+tensor-parallel rank has whole. Transformer Engine is used through Megatron's own provider; it needs a GPU and has
+not been run here.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -79,11 +82,55 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(self._norm[0](input_), *args, **kwargs)
 
 
+class DuplicatedLinear(torch.nn.Module):
+    """A linear layer without bias that every tensor-parallel rank has whole, as Transformer Engine's
+    ``parallel_mode="duplicated"``: under sequence parallelism each rank runs it on its own tokens, and its
+    gradient is summed over the ranks.
+
+    Args:
+        input_size, output_size: the weight is [output_size, input_size].
+        config: Megatron's TransformerConfig; `params_dtype` and `sequence_parallel` are read.
+        bias: must be False.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, bias: bool = False, **_: Any) -> None:
+        super().__init__()
+        assert not bias
+        data = torch.empty(output_size, input_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        weight: Any = torch.nn.Parameter(data)
+        weight.sequence_parallel = config.sequence_parallel
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return F.linear(x, self.weight), None
+
+
 class LocalBackend(LocalSpecProvider):
     """Megatron's local modules, with norms that honour sequence parallelism."""
 
     def column_parallel_layer_norm_linear(self) -> Any:
         return NormColumnParallelLinear
 
+    def linear(self) -> Any:
+        return DuplicatedLinear
+
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
         return Norm
+
+
+@contextlib.contextmanager
+def latent_attention_takes(backend: BackendSpecProvider) -> Iterator[None]:
+    """While entered, Megatron's absorbed latent attention can be built from the backend's duplicated linear layer.
+
+    It tells down-projections apart by class, and knows as duplicated only Transformer Engine's. Its other choice,
+    ColumnParallelLinear, must not be used at tensor-parallel sizes above 1: the gradient of the rotary key is then
+    not summed over the ranks, silently.
+    """
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla
+
+    before = absorbed_mla.TELinear
+    absorbed_mla.TELinear = backend.linear()
+    try:
+        yield
+    finally:
+        absorbed_mla.TELinear = before

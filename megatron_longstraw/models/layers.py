@@ -1,8 +1,8 @@
 """What every architecture shares: a layer that knows its phase, RoPE with an offset, and the log-prob head.
 
 Layers are Megatron's own; what is added:
-- `PromptLayer` recomputes its forward in backward, in the phase it was first run in, and stops where only the
-  prompt's state is wanted.
+- `PromptLayer` recomputes its forward in backward, as part of the micro-batch it was first run for, and stops
+  where only the prompt's state is wanted.
 - `OffsetRotaryEmbedding` starts at the segment's first position.
 - `PromptGPTModel` computes no head for prompt chunks; `log_prob_head` is its head for responses, given to
   `GPTModel.forward` through Megatron's own ``output_processor``.
@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_moe_layer_pattern
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -37,12 +39,14 @@ class PromptLayer(TransformerLayer):
         self.is_last = self.layer_number == self.config.num_layers
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        segment = self.runtime.segment
-        if segment.phase is Phase.RECAPTURE:
+        runtime = self.runtime
+        if runtime.segment.phase is Phase.RECAPTURE:
             return _WithoutGraph.apply(hidden_states, lambda x: self._forward(x, *args, **kwargs)[0]), None
         # a stock sequence is recomputed by Megatron itself, if at all
-        if not (self.runtime.recompute and torch.is_grad_enabled() and segment.phase is not Phase.PLAIN):
+        wanted = runtime.recompute_plain if runtime.segment.phase is Phase.PLAIN else runtime.recompute
+        if not (wanted and torch.is_grad_enabled()):
             return self._forward(hidden_states, *args, **kwargs)
+        resumption = runtime.resumption()
 
         def run(hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
             return self._forward(hidden_states, *args, **kwargs)
@@ -52,12 +56,16 @@ class PromptLayer(TransformerLayer):
             hidden_states,
             use_reentrant=False,
             preserve_rng_state=False,  # nothing random is left: dropout is refused
-            context_fn=lambda: (contextlib.nullcontext(), self.runtime.resume(segment)),
+            context_fn=lambda: (contextlib.nullcontext(), resumption()),
         )
 
     def _forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        if self.is_last and self.runtime.segment.is_prompt:
-            return self._forward_attention(hidden_states, *args, **kwargs)
+        segment = self.runtime.segment
+        if self.is_last and segment.is_prompt:
+            hidden_states, context = self._forward_attention(hidden_states, *args, **kwargs)
+            if segment.phase is Phase.CAPTURE and last_layer_counts(self.config):
+                self.mlp.router(self.pre_mlp_layernorm(hidden_states))  # for its counts
+            return hidden_states, context
         try:
             return super().forward(hidden_states, *args, **kwargs)
         finally:
@@ -76,6 +84,13 @@ class _WithoutGraph(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
         return torch.zeros_like(dout), None
+
+
+def last_layer_counts(config: Any) -> bool:
+    """Whether the last layer's router counts prompt tokens, and so needs the attention output of prompt chunks."""
+    if not (config.num_moe_experts and config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate):
+        return False
+    return bool(get_moe_layer_pattern(config)[-1])
 
 
 class OffsetRotaryEmbedding(torch.nn.Module):
@@ -106,7 +121,11 @@ class PromptGPTModel(GPTModel):
     def __init__(self, *args: Any, runtime: Runtime, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.runtime = runtime
-        self.rotary_pos_emb: Any = OffsetRotaryEmbedding(self.rotary_pos_emb, runtime)
+        # GPTModel has one; with latent attention each layer, and each index, has its own
+        for module in list(self.modules()):
+            inner = getattr(module, "rotary_pos_emb", None)
+            if isinstance(inner, RotaryEmbedding):
+                module.rotary_pos_emb = OffsetRotaryEmbedding(inner, runtime)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         segment = self.runtime.segment

@@ -102,8 +102,7 @@ def named_parameters(model_chunks: Sequence[Any]) -> Iterator[NamedParameter]:
         rename = _Rename(chunk)
         for name, parameter in chunk.named_parameters():
             is_expert = ".experts." in name
-            # experts are not cut: their tensor-parallel size is 1
-            cut = size > 1 and getattr(parameter, "tensor_model_parallel", False) and not is_expert
+            cut = size > 1 and getattr(parameter, "tensor_model_parallel", False)
             shard = Shard(
                 dim=parameter.partition_dim if cut else None,
                 stride=getattr(parameter, "partition_stride", 1),
@@ -111,6 +110,8 @@ def named_parameters(model_chunks: Sequence[Any]) -> Iterator[NamedParameter]:
                 size=size,
                 sections=getattr(parameter, "partition_sections", None),
             )
+            if is_expert:  # whole on each rank that has it: expert tensor parallelism is 1
+                shard = Shard(None, 1, 0, 1)
             yield NamedParameter(rename(name), parameter, shard, is_expert)
 
 

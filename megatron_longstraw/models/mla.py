@@ -1,0 +1,174 @@
+"""Sparse attention over a prompt's latents, as core attention of Megatron's absorbed latent attention.
+
+A layer keeps one row a prompt position: the latent and the rotary key (kv_lora_rank + qk_pos_emb_head_dim values),
+and, where the layer computes an index, the index key. Latents are the same on all TP ranks, so each rank owns
+1/TP of the rows, in pages, and the owner group is the whole TP group.
+
+IndexShare: some layers reuse the positions that a layer before them chose. The choice lives with the micro-batch
+(`MicroBatch.chosen`), where recomputation finds it, whatever ran since.
+
+The indexer's parameters get no gradient: as in Megatron without its KL loss, the index reads detached inputs.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_dsa_module_spec_for_backend
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from megatron_longstraw.models.layers import last_layer_counts
+from megatron_longstraw.prompt_state import OwnedRows, Phase, Runtime
+from megatron_longstraw.sparse_attention import (
+    IndexQueries,
+    LatentRows,
+    choose_positions,
+    inject_latent_gradient,
+    latent_root,
+    sparse_attention,
+)
+
+
+class PromptSparseAttention(DSAttention):
+    """Megatron's DSAttention over the prompt's owned rows.
+
+    Args:
+        runtime: the model's runtime.
+        query_block: queries whose index scores and chosen rows exist at once.
+        plain_attention: what runs a stock sequence: "longstraw" is this module without prompt rows, "megatron" is
+            Megatron's own forward (its scores are [heads, tokens, tokens], and the position it takes where index
+            scores are equal is not defined: give tiny models 16 index heads or more, so that none are).
+        kwargs: DSAttention's own.
+    """
+
+    def __init__(
+        self, *args: Any, runtime: Runtime, query_block: int, plain_attention: str = "longstraw", **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.runtime, self.query_block = runtime, query_block
+        self.is_last = self.layer_number == self.config.num_layers
+        self.output_of_capture = not self.is_last or last_layer_counts(self.config)
+        self.megatron_plain = plain_attention == "megatron"
+        if self.megatron_plain:
+            runtime.plain_is_recomputable = False  # its index would then be another micro-batch's
+        self.owners = parallel_state.get_tensor_model_parallel_world_size()
+        self.group = parallel_state.get_tensor_model_parallel_group() if self.owners > 1 else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        attention_mask: Tensor | None,
+        x: Tensor,
+        qr: Tensor,
+        up_v_weight: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attention of absorbed queries over chosen latents.
+
+        Args:
+            query: [T, 1, H, D], absorbed. key: [T, 1, 1, D], latents and rotary keys; on all TP ranks.
+            x, qr: [T / TP, 1, hidden] and [T / TP, 1, q_lora_rank], what the index is computed from.
+            up_v_weight: [H, v_head_dim, kv_lora_rank].
+
+        Returns:
+            [T, 1, H * v_head_dim].
+        """
+        if packed_seq_params is not None or query.shape[1] != 1 or value is not None or up_v_weight is None:
+            raise ValueError(
+                "sparse attention takes one sequence a micro-batch, absorbed and unpacked: got micro-batch size "
+                f"{query.shape[1]}, packing {'on' if packed_seq_params is not None else 'off'}, "
+                f"values {'apart' if value is not None else 'absorbed'}"
+            )
+        stateless = self.runtime.segment.phase in (Phase.PLAIN, Phase.IDLE)
+        if self.megatron_plain and self.runtime.segment.phase is Phase.PLAIN:
+            assert not self.runtime.micro_batch.is_recomputed
+            return super().forward(query, key, None, attention_mask, x, qr, up_v_weight=up_v_weight, **kwargs)
+        q, latent = query[:, 0], key[:, 0, 0]
+        index = None if self.indexer is None or self.runtime.micro_batch.is_recomputed else self._index(x, qr)
+        attend = self._attend_alone if stateless or not self.runtime.current_state().length else self._attend
+        out = attend(q, latent, index)
+        return torch.einsum("thc,hdc->thd", out, up_v_weight).reshape(len(q), 1, -1)
+
+    def _attend_alone(self, q: Tensor, latent: Tensor, index: IndexQueries | None) -> Tensor:
+        return self._sparse(q, latent, index, None)
+
+    def _attend(self, q: Tensor, latent: Tensor, index: IndexQueries | None) -> Tensor:
+        segment = self.runtime.segment
+        rows = self._rows(latent)
+        if segment.phase is Phase.CAPTURE:
+            rows.write(segment, latent=latent, **({} if index is None else {"index_key": index.keys}))
+            if not self.output_of_capture:
+                return q.new_zeros(*q.shape[:2], self.config.kv_lora_rank)
+        if segment.phase is Phase.PROMPT:
+            if self.is_last:
+                return latent_root(q, latent, self.config.kv_lora_rank, rows, segment)
+            latent = inject_latent_gradient(latent, rows, segment)
+        block_tokens = self.runtime.current_state().options.attention_block_tokens
+        prompt = LatentRows(rows, segment.start, block_tokens, self.group) if segment.start else None
+        return self._sparse(q, latent, index, prompt)
+
+    def _sparse(self, q: Tensor, latent: Tensor, index: IndexQueries | None, prompt: LatentRows | None) -> Tensor:
+        return sparse_attention(
+            q,
+            latent,
+            self._chosen(index, prompt),
+            prompt,
+            value_width=self.config.kv_lora_rank,
+            scale=self.softmax_scale,
+            query_block=self.query_block,
+        )
+
+    def _chosen(self, index: IndexQueries | None, prompt: LatentRows | None) -> Tensor:
+        """The positions of this micro-batch: chosen here and now, or by the layer whose choice this layer reuses."""
+        chosen = self.runtime.micro_batch.chosen
+        if index is not None:
+            chosen[self.layer_number] = choose_positions(index, prompt, self.query_block)
+        if self.source_layer not in chosen:
+            raise RuntimeError(f"layer {self.layer_number} reuses the index of layer {self.source_layer}: not run yet")
+        return chosen[self.source_layer]
+
+    @torch.no_grad()
+    def _index(self, x: Tensor, qr: Tensor) -> IndexQueries:
+        queries, keys, weights = self.indexer.forward_before_topk(x, qr)
+        return IndexQueries(
+            queries=queries[:, 0],
+            weights=weights[:, 0],
+            keys=keys[:, 0],
+            topk=self.index_topk,
+            relu=self.config.dsa_indexer_scoring_relu,
+        )
+
+    def _rows(self, latent: Tensor) -> OwnedRows:
+        shapes = {"latent": tuple(latent.shape[1:])}
+        if self.indexer is not None:
+            shapes["index_key"] = (self.config.dsa_indexer_head_dim,)
+        return self.runtime.current_state().rows(
+            self.layer_number,
+            shapes=shapes,
+            owner_rank=0 if self.group is None else self.group.rank(),
+            owners=self.owners,
+            dtype=latent.dtype,
+            device=latent.device,
+            constants=("index_key",),
+        )
+
+
+def latent_attention(
+    config: Any, backend: BackendSpecProvider, runtime: Runtime, query_block: int, plain_attention: str
+) -> ModuleSpec:
+    """Spec of Megatron's absorbed latent self-attention with `PromptSparseAttention` in it."""
+    spec = get_dsa_module_spec_for_backend(config, backend)
+    core_attention = spec.submodules.core_attention
+    core_attention.module = PromptSparseAttention
+    core_attention.params = {
+        "runtime": runtime,
+        "query_block": query_block,
+        "plain_attention": plain_attention,
+    }
+    return spec

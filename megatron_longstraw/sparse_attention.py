@@ -1,0 +1,415 @@
+"""Sparse attention over latents (MLA + DSA): each token attends to the few positions that an index chose for it.
+
+The prompt's rows are split by pages over an owner group, and current rows are on every rank. Queries travel, rows
+don't:
+
+    choose   every rank scores its own index keys, block by block, and keeps the best it has seen; the group's
+             candidates and the current rows' merge into the *global* best K. Ties go to the lower position, so
+             the choice does not depend on blocks or owners.
+    attend   the group gathers the queries of all heads; each rank attends, with all heads, to those of its own
+             rows that were chosen; results merge by log-sum-exp and are scattered back to heads. The current
+             rows' part is computed by each rank for its own heads, and merged in.
+    back     dq is reduce-scattered; a row's gradient is complete on its owner.
+
+All of it runs in blocks of queries. In a block of n queries there are scores [n, index keys of one block], and
+chosen rows [n, K, D]; nothing of size [queries, prompt] exists.
+
+Shapes: T tokens of the segment (n of a block), P positions before it, S rows, N index heads, I their dimension,
+K chosen positions (-1 where fewer exist), H attention heads of this rank, D width of a row (a key; its first V
+values are the value, too), W ranks of the owner group. Scores, statistics and merged results are float32, or
+float64 for float64.
+
+Sources: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1; Megatron-Core 0.19.2, experimental_attention_variant/dsa.py.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_longstraw.prompt_state import OwnedRows, Segment
+
+_SCORES_AT_ONCE = 2**24
+"""Elements of [n, N, index keys] that exist at once while scores are summed over index heads."""
+
+
+@dataclass(frozen=True)
+class LatentRows:
+    """The part of the prompt that a segment reads.
+
+    Args:
+        rows: fields "latent" [rows, D] and, on layers that compute an index, "index_key" [rows, I].
+        end: positions below this are read.
+        block_tokens: index keys that are scored at once.
+        group: the owner group, or None where this rank has all rows.
+    """
+
+    rows: OwnedRows
+    end: int
+    block_tokens: int
+    group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class IndexQueries:
+    """What scores positions: for a token t and a position s, sum over heads of weight * relu(query . key).
+
+    Args:
+        queries: [T, N, I]. weights: [T, N]. keys: [T, I], of the same tokens.
+        topk: positions to choose.
+        relu: whether scores of single heads pass a ReLU.
+    """
+
+    queries: Tensor
+    weights: Tensor
+    keys: Tensor
+    topk: int
+    relu: bool = True
+
+
+@torch.no_grad()
+def choose_positions(index: IndexQueries, prompt: LatentRows | None, query_block: int) -> Tensor:
+    """The `topk` positions with the highest index scores among the prompt's and the segment's up to each token.
+
+    Returns:
+        [T, K] int32 positions in ascending order where they are set, -1 elsewhere; the same on all ranks of the
+        owner group. K = min(topk, P + T).
+    """
+    start = 0 if prompt is None else prompt.end
+    tokens = len(index.queries)
+    chosen = torch.full((tokens, min(index.topk, start + tokens)), -1, dtype=torch.int32, device=index.keys.device)
+    own_positions = torch.arange(start, start + tokens, device=index.keys.device)
+    for block in _blocks(tokens, query_block):
+        scores = _index_scores(index, block, index.keys)
+        future = own_positions > own_positions[block, None]
+        candidates = scores.masked_fill_(future, -math.inf), own_positions.expand_as(scores)
+        if prompt is not None:
+            before = _best_of_prompt(index, block, prompt)
+            candidates = torch.cat([before[0], candidates[0]], 1), torch.cat([before[1], candidates[1]], 1)
+        values, positions = _best(*candidates, index.topk)
+        chosen[block, : positions.shape[1]] = positions.where(values > -math.inf, -1).int()
+    return chosen
+
+
+def sparse_attention(
+    q_THD: Tensor,
+    rows_TD: Tensor,
+    chosen_TK: Tensor,
+    prompt: LatentRows | None,
+    *,
+    value_width: int,
+    scale: float,
+    query_block: int,
+) -> Tensor:
+    """Attention of each token over its chosen positions.
+
+    Args:
+        q_THD: queries. rows_TD: the rows of the same tokens, on every rank of the owner group.
+        chosen_TK: from `choose_positions`.
+        prompt: the prompt's rows, or None for a segment that starts its sequence. Backward adds their gradients to
+            `prompt.rows` itself.
+        value_width: V.
+        scale: softmax scale.
+        query_block: queries in a block.
+
+    Returns:
+        [T, H, V] in the dtype of the queries. The gradient of `rows_TD` is this rank's heads' part: the caller's
+        gather over sequence-parallel ranks sums it.
+    """
+    return _SparseAttention.apply(q_THD, rows_TD, chosen_TK, prompt, value_width, scale, query_block)
+
+
+def inject_latent_gradient(latent: Tensor, rows: OwnedRows, segment: Segment) -> Tensor:
+    """Identity on a prompt chunk's rows [T, D]; backward adds, on each row's owner, the gradient it gathered."""
+    return _InjectLatentGradient.apply(latent, rows, segment)
+
+
+def latent_root(q_THD: Tensor, latent: Tensor, value_width: int, rows: OwnedRows, segment: Segment) -> Tensor:
+    """In place of attention where only the rows matter (the last layer of a prompt chunk).
+
+    Returns zeros [T, H, V]; backward ignores their gradient and gives the rows what they gathered.
+    """
+    return _LatentRoot.apply(q_THD, latent, value_width, rows, segment)
+
+
+def dense_choice(index: IndexQueries, keys_SI: Tensor) -> Tensor:
+    """Reference of `choose_positions`: keys of the whole sequence, of which the index queries are the last T."""
+    scores = torch.einsum("tni,si->tns", index.queries, keys_SI)
+    scores = ((scores.relu() if index.relu else scores) * index.weights[..., None]).sum(1)
+    tokens, length = scores.shape
+    position = torch.arange(length, device=scores.device)
+    scores = scores.masked_fill(position > position[length - tokens :, None], -math.inf)
+    order = scores.sort(dim=1, descending=True, stable=True)
+    best = order.indices.where(order.values > -math.inf, length)[:, : index.topk].sort(dim=1).values
+    return best.where(best < length, -1).int()
+
+
+def dense_sparse_attention(q_THD: Tensor, rows_SD: Tensor, chosen_TK: Tensor, value_width: int, scale: float) -> Tensor:
+    """Reference of `sparse_attention`: rows of the whole sequence, with the whole [H, T, S] score matrix."""
+    allowed = torch.zeros(len(q_THD), len(rows_SD) + 1, dtype=torch.bool, device=q_THD.device)
+    allowed.scatter_(1, chosen_TK.long().where(chosen_TK >= 0, len(rows_SD)), True)
+    scores = torch.einsum("thd,sd->hts", q_THD, rows_SD) * scale
+    p = scores.masked_fill(~allowed[:, :-1], -math.inf).softmax(-1)
+    return torch.einsum("hts,sv->thv", p, rows_SD[:, :value_width])
+
+
+class _SparseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, rows, chosen, prompt, value_width, scale, query_block):  # type: ignore[no-untyped-def]
+        out = q.new_empty(*q.shape[:2], value_width)
+        lse = q.new_empty(q.shape[:2], dtype=_statistics_dtype(q))
+        start = 0 if prompt is None else prompt.end
+        for block in _blocks(len(q), query_block):
+            current = _compact(_after(chosen[block], start))
+            part, part_lse = _attend(q[block], rows, current, value_width, scale)
+            if prompt is not None:
+                part, part_lse = _merge(
+                    part, part_lse, *_attend_prompt(q[block], chosen[block], prompt, value_width, scale)
+                )
+            out[block], lse[block] = part, part_lse
+        ctx.save_for_backward(q, rows, chosen, out, lse)
+        ctx.prompt, ctx.scale, ctx.query_block = prompt, scale, query_block
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):  # type: ignore[no-untyped-def]
+        q, rows, chosen, out, lse = ctx.saved_tensors
+        prompt, scale = ctx.prompt, ctx.scale
+        dq = torch.empty_like(q, dtype=lse.dtype)
+        drows = torch.zeros_like(rows, dtype=lse.dtype)
+        start = 0 if prompt is None else prompt.end
+        for block in _blocks(len(q), ctx.query_block):
+            delta = (dout[block].to(lse.dtype) * out[block]).sum(-1)
+            current = _compact(_after(chosen[block], start))
+            dq[block], dchosen = _attend_backward(dout[block], q[block], rows, current, lse[block], delta, scale)
+            drows.index_add_(0, current.clamp(min=0).flatten(), dchosen.flatten(0, 1))
+            if prompt is not None:
+                dq[block] += _attend_prompt_backward(
+                    dout[block], q[block], chosen[block], lse[block], delta, prompt, scale
+                )
+        return dq.to(q.dtype), drows.to(rows.dtype), None, None, None, None, None
+
+
+class _InjectLatentGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, latent, rows: OwnedRows, segment: Segment):  # type: ignore[no-untyped-def]
+        ctx.rows, ctx.segment = rows, segment
+        return latent.view_as(latent)
+
+    @staticmethod
+    def backward(ctx, dlatent):  # type: ignore[no-untyped-def]
+        dlatent = dlatent.clone()
+        ctx.rows.take_gradient(ctx.segment, latent=dlatent)
+        return dlatent, None, None
+
+
+class _LatentRoot(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, latent, value_width: int, rows: OwnedRows, segment: Segment):  # type: ignore[no-untyped-def]
+        ctx.rows, ctx.segment = rows, segment
+        ctx.shapes = q.shape, latent.shape
+        return q.new_zeros(*q.shape[:2], value_width)
+
+    @staticmethod
+    def backward(ctx, dout):  # type: ignore[no-untyped-def]
+        q_shape, latent_shape = ctx.shapes
+        dlatent = dout.new_zeros(latent_shape)
+        ctx.rows.take_gradient(ctx.segment, latent=dlatent)
+        return dout.new_zeros(q_shape), dlatent, None, None, None
+
+
+# -- choosing: candidates are (values [n, c], positions [n, c]), positions ascending
+
+
+def _best_of_prompt(index: IndexQueries, block: slice, prompt: LatentRows) -> tuple[Tensor, Tensor]:
+    """The best candidates among the prompt's rows of all owners."""
+    queries = index.queries[block]
+    values = queries.new_empty(len(queries), 0, dtype=_statistics_dtype(queries))
+    positions = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
+    for rows in prompt.rows.blocks(prompt.end, prompt.block_tokens):
+        scores = _index_scores(index, block, prompt.rows.values["index_key"][rows])
+        where = prompt.rows.pages.positions_of(torch.arange(rows.start, rows.stop, device=queries.device))
+        values, positions = _best(
+            torch.cat([values, scores], 1), torch.cat([positions, where.expand_as(scores)], 1), index.topk
+        )
+    if prompt.group is None:
+        return values, positions
+    # owners may have different numbers of candidates: all send as many as the prompt may have
+    width = min(index.topk, prompt.end)
+    missing = (0, width - values.shape[1])
+    values = torch.nn.functional.pad(values, missing, value=-math.inf)
+    positions = torch.nn.functional.pad(positions, missing, value=prompt.end)
+    values, positions = _gather_candidates(values, positions, prompt.group)
+    positions, order = positions.sort(dim=1)
+    return _best(values.gather(1, order), positions, width)
+
+
+def _best(values: Tensor, positions: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Of each row's candidates the `count` with the highest values, the lower position where values are equal."""
+    if values.shape[1] <= count:
+        return values, positions
+    least = values.topk(count, dim=1).values[:, -1:]
+    above, equal = values > least, values == least
+    room = count - above.sum(1, keepdim=True)
+    kept = above | (equal & (equal.cumsum(1) <= room))
+    where = kept.nonzero()[:, 1].view(-1, count)
+    return values.gather(1, where), positions.gather(1, where)
+
+
+def _index_scores(index: IndexQueries, block: slice, keys_SI: Tensor) -> Tensor:
+    """[n, S] scores of a block of queries, summed over a few heads at a time."""
+    dtype = _statistics_dtype(keys_SI)
+    q, w, k = index.queries[block], index.weights[block].to(dtype), keys_SI
+    scores = q.new_zeros(len(q), len(k), dtype=dtype)
+    step = max(1, _SCORES_AT_ONCE // max(1, scores.numel()))
+    for first in range(0, q.shape[1], step):
+        heads = slice(first, first + step)
+        queries = q[:, heads].transpose(0, 1).flatten(0, 1)
+        part = _product(queries[None], k.T[None]).view(-1, *scores.shape)  # [heads, n, S]
+        part = part.relu_() if index.relu else part
+        scores += (part * w[:, heads].T[..., None]).sum(0)
+    return scores
+
+
+# -- attention of a block of queries [n, H, D] over chosen rows; chosen holds rows [n, C], -1 for none
+
+
+def _attend(q: Tensor, rows: Tensor, chosen: Tensor, value_width: int, scale: float) -> tuple[Tensor, Tensor]:
+    """(out [n, H, V], lse [n, H]): zeros and -inf where a query has chosen none."""
+    keys, scores = _chosen_scores(q, rows, chosen, scale)
+    lse = scores.logsumexp(-1)
+    p = _probabilities(scores, lse)
+    return _product(p.to(keys.dtype), keys[..., :value_width]), lse
+
+
+def _attend_backward(
+    dout: Tensor, q: Tensor, rows: Tensor, chosen: Tensor, lse: Tensor, delta: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """dq [n, H, D] and the chosen rows' gradients [n, C, D], from the lse over all rows and delta = dout . out."""
+    keys, scores = _chosen_scores(q, rows, chosen, scale)
+    value_width = dout.shape[-1]
+    p = _probabilities(scores, lse)
+    dp = _product(dout, keys[..., :value_width].transpose(1, 2))
+    ds = (p * (dp - delta[..., None]) * scale).to(keys.dtype)
+    dchosen = _product(ds.transpose(1, 2), q)
+    dchosen[..., :value_width] += _product(p.to(keys.dtype).transpose(1, 2), dout)
+    return _product(ds, keys), dchosen
+
+
+def _attend_prompt(
+    q: Tensor, chosen: Tensor, prompt: LatentRows, value_width: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's heads over the chosen rows of all owners."""
+    own = _compact(prompt.rows.pages.rows_of(_before(chosen, prompt.end)))
+    latents = prompt.rows.values["latent"]
+    if prompt.group is None:
+        return _attend(q, latents, own, value_width, scale)
+    out, lse = _attend(_gather_heads(q, prompt.group), latents, own, value_width, scale)
+    total = _gather(lse, prompt.group).logsumexp(0)
+    out = _scatter_heads(out * _probabilities(lse, total, 0)[..., None], prompt.group)
+    return out, total.chunk(prompt.group.size(), 1)[prompt.group.rank()]
+
+
+def _attend_prompt_backward(
+    dout: Tensor, q: Tensor, chosen: Tensor, lse: Tensor, delta: Tensor, prompt: LatentRows, scale: float
+) -> Tensor:
+    """Adds the rows' gradients to the rows; returns dq [n, H, D] of the prompt's part."""
+    own = _compact(prompt.rows.pages.rows_of(_before(chosen, prompt.end)))
+    if prompt.group is not None:
+        widths = [q.shape[-1], dout.shape[-1]]
+        q, dout = _gather_heads(torch.cat([q, dout], -1), prompt.group).split(widths, -1)
+        lse, delta = _gather_heads(torch.stack([lse, delta], -1), prompt.group).unbind(-1)
+    dq, dchosen = _attend_backward(dout, q, prompt.rows.values["latent"], own, lse, delta, scale)
+    if len(prompt.rows.values["latent"]):
+        prompt.rows.add_gradient_at(prompt.end, own.clamp(min=0).flatten(), latent=dchosen.flatten(0, 1))
+    return dq if prompt.group is None else _scatter_heads(dq, prompt.group)
+
+
+def _chosen_scores(q: Tensor, rows: Tensor, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The chosen keys [n, C, D] and their scores [n, H, C]."""
+    if not len(rows):
+        rows = rows.new_zeros(1, rows.shape[1])  # an owner of no rows has chosen none
+    keys = rows[chosen.clamp(min=0)]
+    scores = _product(q, keys.transpose(1, 2)) * scale
+    return keys, scores.masked_fill_((chosen < 0)[:, None], -math.inf)
+
+
+def _probabilities(scores: Tensor, lse: Tensor, new_dims: int = 1) -> Tensor:
+    """exp(scores - lse), 0 where nothing was chosen."""
+    lse = lse.masked_fill(lse == -math.inf, 0)
+    return (scores - (lse[..., None] if new_dims else lse)).exp()
+
+
+def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of rows; one of the two may be empty (lse = -inf)."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    return out_a * (lse_a - lse).exp()[..., None] + out_b * (lse_b - lse).exp()[..., None], lse
+
+
+def _before(chosen: Tensor, end: int) -> Tensor:
+    """The chosen positions below `end`, -1 for the others."""
+    return chosen.long().where(chosen < end, -1)
+
+
+def _after(chosen: Tensor, start: int) -> Tensor:
+    """The chosen positions from `start` on, counted from there; -1 for the others."""
+    return (chosen.long() - start).where(chosen >= start, -1)
+
+
+def _compact(chosen: Tensor) -> Tensor:
+    """The same choices with the -1 last, as narrow as the longest row allows (at least 1)."""
+    width = int((chosen >= 0).sum(1).max().clamp(min=1))
+    return chosen.sort(dim=1, descending=True).values[:, :width]
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Batched matrix product, summed and given in the statistics' dtype."""
+    dtype = _statistics_dtype(a)
+    if a.dtype is dtype:
+        return a @ b
+    if a.is_cuda:
+        return torch.bmm(a.contiguous(), b.contiguous(), out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def _statistics_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def _blocks(length: int, size: int) -> Iterator[slice]:
+    for first in range(0, length, size):
+        yield slice(first, min(first + size, length))
+
+
+# -- the owner group: head h of rank r is head r * H + h of the group
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[...] of each rank -> [W, ...]."""
+    gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+    return gathered.unflatten(0, (group.size(), -1))
+
+
+def _gather_candidates(values: Tensor, positions: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Candidates [n, c] of each rank -> [n, W * c]; both travel as bits of one integer tensor."""
+    bits = torch.int64 if values.dtype is torch.float64 else torch.int32
+    packed = torch.stack([values.contiguous().view(bits), positions.to(bits)], 1)
+    packed = _gather(packed, group).permute(2, 1, 0, 3).flatten(2)  # [2, n, W * c]
+    return packed[0].contiguous().view(values.dtype), packed[1].to(positions.dtype)
+
+
+def _gather_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[n, H, ...] of each rank -> [n, W * H, ...]."""
+    return _gather(x, group).transpose(0, 1).flatten(1, 2)
+
+
+def _scatter_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[n, W * H, ...] partial sums on each rank -> [n, H, ...] whole sums of this rank's heads."""
+    parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
+    scattered = torch.empty_like(parts[0])
+    dist.reduce_scatter_tensor(scattered, parts.flatten(0, 1), group=group)
+    return scattered

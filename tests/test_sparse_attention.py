@@ -1,0 +1,250 @@
+"""Sparse attention over owned latents against dense references: choices, outputs and all gradients, at odd sizes."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_longstraw.prompt_state import OwnedRows, Pages, Phase, PromptState, Segment, StateOptions
+from megatron_longstraw.sparse_attention import (
+    IndexQueries,
+    LatentRows,
+    choose_positions,
+    dense_choice,
+    dense_sparse_attention,
+    inject_latent_gradient,
+    latent_root,
+    sparse_attention,
+)
+from tests.ranks import Layout, Ranks
+
+HEADS, WIDTH, VALUE, INDEX_HEADS, INDEX_WIDTH = 4, 11, 7, 3, 5
+SCALE = WIDTH**-0.5
+
+
+def _sizes(prompt: int, tokens: int, topk: int, page: int, block: int, query_block: int) -> dict[str, int]:
+    sizes = {"prompt": prompt, "tokens": tokens, "topk": topk}
+    return {**sizes, "page": page, "block": block, "query_block": query_block}
+
+
+SIZES = {
+    "odd": _sizes(101, 23, 9, 7, 19, 5),
+    "one_token": _sizes(53, 1, 4, 8, 64, 128),
+    "topk_beyond_all": _sizes(13, 6, 64, 4, 3, 2),
+    "topk_beyond_prompt": _sizes(3, 12, 9, 1, 2, 4),
+    "short_prompt": _sizes(1, 5, 2, 16, 16, 3),
+    "no_prompt": _sizes(0, 21, 6, 8, 8, 8),
+}
+
+
+def _inputs(sizes: dict[str, int], ties: bool, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """With ties, the index is made of small integers, so that many scores are equal."""
+    g = torch.Generator().manual_seed(sum(sizes.values()))
+    prompt, tokens = sizes["prompt"], sizes["tokens"]
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    def draw_index(*shape: int) -> torch.Tensor:
+        return draw(*shape).round() if ties else draw(*shape)
+
+    keys = draw_index(prompt + tokens, INDEX_WIDTH)
+    queries, weights = draw_index(tokens, INDEX_HEADS, INDEX_WIDTH), draw_index(tokens, INDEX_HEADS)
+    return {
+        "index": IndexQueries(queries, weights, keys[prompt:], sizes["topk"]),
+        "index_keys": keys,
+        "rows": draw(prompt + tokens, WIDTH),
+        "q": draw(tokens, HEADS, WIDTH),
+        "dout": draw(tokens, HEADS, VALUE),
+    }
+
+
+def _owned(x: dict[str, Any], sizes: dict[str, int], rank: int, size: int, group: Any) -> LatentRows | None:
+    length = sizes["prompt"]
+    if not length:
+        return None
+    dtype = x["rows"].dtype
+    rows = OwnedRows(
+        length=length,
+        shapes={"latent": (WIDTH,), "index_key": (INDEX_WIDTH,)},
+        pages=Pages(sizes["page"], rank, size),
+        dtype=dtype,
+        device=torch.device("cpu"),
+        gradient_dtype=dtype,
+        constants=("index_key",),
+    )
+    segment = Segment(phase=Phase.CAPTURE, start=0, length=length)
+    rows.write(segment, latent=x["rows"][:length], index_key=x["index_keys"][:length])
+    return LatentRows(rows, length, sizes["block"], group)
+
+
+def _compare(sizes: dict[str, int], ties: bool) -> dict[str, float]:
+    """On every rank of the world: heads are split over ranks, rows by pages. Returns the largest differences."""
+    import torch.distributed as dist
+
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank, group = (dist.get_rank(), dist.group.WORLD) if world > 1 else (0, None)
+    x = _inputs(sizes, ties)
+    length = sizes["prompt"]
+    heads = slice(rank * HEADS // world, (rank + 1) * HEADS // world)
+    prompt = _owned(x, sizes, rank, world, group)
+    chosen = choose_positions(x["index"], prompt, sizes["query_block"])
+    want = dense_choice(x["index"], x["index_keys"])
+    q, current = x["q"][:, heads].clone().requires_grad_(), x["rows"][length:].clone().requires_grad_()
+    out = sparse_attention(q, current, chosen, prompt, value_width=VALUE, scale=SCALE, query_block=sizes["query_block"])
+    out.backward(x["dout"][:, heads])
+    dcurrent = current.grad.clone()
+    if world > 1:
+        dist.all_reduce(dcurrent)  # what the caller's gather does
+    q_whole, rows_whole = x["q"].clone().requires_grad_(), x["rows"].clone().requires_grad_()
+    reference = dense_sparse_attention(q_whole, rows_whole, want, VALUE, SCALE)
+    reference.backward(x["dout"])
+    differences = {
+        "choice": float((chosen.sort(1).values != want.sort(1).values[:, -chosen.shape[1] :]).sum()),
+        "out": (out - reference[:, heads]).abs().max().item(),
+        "dq": (q.grad - q_whole.grad[:, heads]).abs().max().item(),
+        "dcurrent": (dcurrent - rows_whole.grad[length:]).abs().max().item(),
+    }
+    if prompt is not None:
+        own = [i for i in range(length) if i // sizes["page"] % world == rank]
+        apart = prompt.rows.gradients["latent"] - rows_whole.grad[own]
+        differences["dprompt"] = apart.abs().max().item() if own else 0.0
+    return differences
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_one_rank_equals_dense(sizes: dict[str, int], ties: bool) -> None:
+    differences = _compare(sizes, ties)
+    assert differences.pop("choice") == 0
+    assert max(differences.values()) < 1e-13, differences
+
+
+def _compare_all() -> dict[tuple[str, bool], dict[str, float]]:
+    return {(name, ties): _compare(sizes, ties) for name, sizes in SIZES.items() for ties in (False, True)}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_owners_equal_dense(ranks: Ranks, world: int) -> None:
+    for rank, results in enumerate(ranks.run(Layout(tp=world), _compare_all)):
+        for case, differences in results.items():
+            assert differences.pop("choice") == 0, (rank, case)
+            assert max(differences.values()) < 1e-13, (rank, case, differences)
+
+
+def test_ties_go_to_the_lower_position() -> None:
+    """With all scores 0 the first positions win, whatever the blocks."""
+    index = IndexQueries(torch.zeros(3, 2, 4), torch.ones(3, 2), torch.zeros(3, 4), 5)
+    sizes = _sizes(20, 3, 5, 3, 4, 2)
+    x = {"rows": torch.zeros(23, WIDTH), "index_keys": torch.zeros(23, INDEX_WIDTH)[:, :4]}
+    rows = OwnedRows(
+        length=20,
+        shapes={"index_key": (4,)},
+        pages=Pages(3, 0, 1),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        gradient_dtype=None,
+    )
+    rows.write(Segment(phase=Phase.CAPTURE, start=0, length=20), index_key=x["index_keys"][:20])
+    chosen = choose_positions(index, LatentRows(rows, 20, sizes["block"], None), sizes["query_block"])
+    assert chosen.tolist() == [[0, 1, 2, 3, 4]] * 3
+
+
+def test_float32_is_close() -> None:
+    x = _inputs(SIZES["odd"], False, torch.float32)
+    prompt = _owned(x, SIZES["odd"], 0, 1, None)
+    chosen = choose_positions(x["index"], prompt, 5)
+    out = sparse_attention(x["q"], x["rows"][101:], chosen, prompt, value_width=VALUE, scale=SCALE, query_block=5)
+    reference = dense_sparse_attention(x["q"], x["rows"], dense_choice(x["index"], x["index_keys"]), VALUE, SCALE)
+    torch.testing.assert_close(out, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_is_injected_and_rooted_on_the_owner() -> None:
+    sizes = SIZES["odd"]
+    segment = Segment(phase=Phase.PROMPT, start=0, length=101)
+    x = _inputs(sizes, False)
+    for root in (False, True):
+        prompt = _owned(x, sizes, 1, 3, None)
+        assert prompt is not None
+        prompt.rows.gradients["latent"].normal_(generator=torch.Generator().manual_seed(0))
+        own = [i for i in range(101) if i // sizes["page"] % 3 == 1]
+        latent = x["rows"][:101].clone().requires_grad_()
+        if root:
+            out = latent_root(x["q"].new_zeros(101, HEADS, WIDTH), latent, VALUE, prompt.rows, segment)
+            assert out.shape == (101, HEADS, VALUE) and not out.any()
+            out.sum().backward()
+            want = torch.zeros_like(latent)
+        else:
+            inject_latent_gradient(latent, prompt.rows, segment).sum().backward()
+            want = torch.ones_like(latent)
+        want[own] += prompt.rows.gradients["latent"]
+        torch.testing.assert_close(latent.grad, want)
+        with pytest.raises(RuntimeError, match="once and in reverse order"):
+            prompt.rows.take_gradient(segment, latent=want)
+
+
+def test_positions_and_rows_are_inverse() -> None:
+    for size in (1, 3):
+        for rank in range(size):
+            pages = Pages(7, rank, size)
+            rows = torch.arange(pages.owned_before(100))
+            positions = pages.positions_of(rows)
+            assert torch.equal(pages.rows_of(positions), rows)
+            everything = pages.rows_of(torch.arange(-1, 100))
+            assert everything[0] == -1 and torch.equal(everything[everything >= 0], rows)
+
+
+@pytest.mark.parametrize("computing", [True, False], ids=["computing", "reusing"])
+def test_state_bytes_at_full_size(computing: bool) -> None:
+    """GLM-5.2's widths in bfloat16 on TP8: owned rows x (576 + 128 where an index is computed) x 2 bytes."""
+    length, page, owners = 10_000, 256, 8
+    owned_total = 0
+    for rank in range(owners):
+        state = PromptState(length, StateOptions(page_tokens=page))
+        shapes = {"latent": (576,), **({"index_key": (128,)} if computing else {})}
+        rows = state.rows(
+            7,
+            shapes=shapes,
+            owner_rank=rank,
+            owners=owners,
+            dtype=torch.bfloat16,
+            device=torch.device("meta"),
+            constants=("index_key",),
+        )
+        owned = sum(1 for p in range(length) if p // page % owners == rank)
+        owned_total += owned
+        assert len(rows.values["latent"]) == owned
+        assert state.bytes() == owned * (576 + 128 * computing) * 2
+        assert state.gradient_bytes() == owned * 576 * 4  # float32, and none for index keys
+        assert abs(owned - length / owners) < page
+    assert owned_total == length
+
+
+def test_nothing_of_the_prompts_length_exists() -> None:
+    """The largest tensor that forward and backward make does not grow with the prompt, its state aside."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            tensors = out if isinstance(out, tuple | list) else [out]
+            new = [t.numel() for t in tensors if isinstance(t, torch.Tensor) and t._base is None]
+            if "index_add_" not in str(func):  # the rows' own gradient, in place
+                self.elements = max([self.elements, *new])
+            return out
+
+    seen = []
+    for length in (512, 4096):
+        sizes = _sizes(length, 16, 8, 32, 64, 4)
+        x = _inputs(sizes, False, torch.float32)
+        prompt = _owned(x, sizes, 0, 1, None)
+        q, current = x["q"].clone().requires_grad_(), x["rows"][length:].clone().requires_grad_()
+        with Largest() as largest:
+            chosen = choose_positions(x["index"], prompt, 4)
+            out = sparse_attention(q, current, chosen, prompt, value_width=VALUE, scale=SCALE, query_block=4)
+            out.backward(x["dout"])
+        seen.append(largest.elements)
+    assert seen[0] == seen[1] < 512 * 16 and math.isfinite(seen[0])
