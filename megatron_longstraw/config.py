@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
+from megatron_longstraw import megatron_settings
 from megatron_longstraw.pipeline_split import index_share_problem
 
 Dtype = Literal["float32", "float64", "bfloat16"]
@@ -58,9 +59,6 @@ class ModelConfig:
             if name not in self.transformer:
                 raise ConfigError(f"model.transformer.{name} is missing: Megatron's TransformerConfig needs it")
             _positive_integer(f"model.transformer.{name}", self.transformer[name])
-        for name in _OWNED_BY_US:
-            if name in self.transformer:
-                raise ConfigError(f"model.transformer.{name}: set {_OWNED_BY_US[name]} instead")
         check_transformer_settings(self.transformer, "model.transformer.", self.architecture)
 
 
@@ -327,100 +325,21 @@ def _check_experts(transformer: Mapping[str, Any], parallel: ParallelConfig) -> 
         )
 
 
-_OWNED_BY_US = {
-    "tensor_model_parallel_size": "parallel.tp",
-    "pipeline_model_parallel_size": "parallel.pp",
-    "virtual_pipeline_model_parallel_size": "parallel.vpp",
-    "expert_model_parallel_size": "parallel.ep",
-    "num_layers_in_first_pipeline_stage": "parallel.pipeline_layers",
-    "num_layers_in_last_pipeline_stage": "parallel.pipeline_layers",
-    "pipeline_model_parallel_layout": "parallel.pipeline_layers",
-    "sequence_parallel": "parallel.sequence_parallel",
-    "params_dtype": "dtype",
-    "pipeline_dtype": "dtype",
-    "bf16": "dtype",
-    "fp16": "dtype",
-}
-
-# Field of TransformerConfig -> (the values that are fine, why others are not). Absent or None is always fine.
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "hidden_dropout": ((0,), "dropout would differ between capture, replay and prompt backward"),
-    "attention_dropout": ((0,), "dropout would differ between capture, replay and prompt backward"),
-    "recompute_granularity": ((), "Megatron would recompute a layer in another phase; use schedule.recompute"),
-    "recompute_method": ((), "Megatron would recompute a layer in another phase; use schedule.recompute"),
-    "recompute_num_layers": ((), "Megatron would recompute a layer in another phase; use schedule.recompute"),
-    "context_parallel_size": ((1,), "prompt rows are owned over the tensor-parallel group, not over CP"),
-    "mtp_num_layers": ((0,), "multi-token prediction is not built"),
-    "window_size": ((), "sliding windows are not built"),
-    "softmax_type": (("vanilla",), "attention sinks are not built"),
-    "enable_cuda_graph": ((False,), "CUDA graphs would replay a layer in one fixed phase"),
-    "external_cuda_graph": ((False,), "CUDA graphs would replay a layer in one fixed phase"),
-    "cuda_graph_impl": (("none",), "CUDA graphs would replay a layer in one fixed phase"),
-    "fp8": ((), "fp8 is not built"),
-    "fp4": ((), "fp4 is not built"),
-    "qk_clip": ((False,), "QK clipping reads attention maxima that the core attention doesn't keep"),
-    "fine_grained_activation_offloading": ((False,), "activation offloading is not built"),
-    "cpu_offloading": ((False,), "activation offloading is not built"),
-    "overlap_moe_expert_parallel_comm": ((False,), "that schedule splits layers across micro-batches"),
-    "no_rope_freq": ((), "layers without RoPE are not tested"),
-    "moe_aux_loss_coeff": ((0, 0.0), "balancing losses of prompt tokens are not built; use the expert bias"),
-    "moe_z_loss_coeff": ((0, 0.0), "the router's z-loss of prompt tokens is not built"),
-    "moe_router_load_balancing_type": (
-        ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),  # these do nothing with moe_aux_loss_coeff=0
-        "it balances within a micro-batch, and ours are not those of the stock schedule",
-    ),
-    "moe_expert_capacity_factor": ((), "token dropping depends on how tokens are cut into micro-batches"),
-    "moe_pad_expert_input_to_capacity": ((False,), "token dropping depends on how tokens are cut into micro-batches"),
-    "moe_input_jitter_eps": ((), "jitter would differ between capture, replay and prompt backward"),
-    "moe_router_force_load_balancing": ((False,), "random routes would differ between capture and prompt backward"),
-    "moe_router_force_biased": ((), "random routes would differ between capture and prompt backward"),
-    "moe_enable_routing_replay": ((False,), "a prompt token passes a router several times; replay isn't built for it"),
-    "dsa_indexer_loss_coeff": ((0, 0.0), "the KL loss that trains the index is not built"),
-}
-
-# The same, for what one architecture can't have and another may.
-_REFUSED_BY: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
-    "gqa": {
-        "num_moe_experts": ((0,), "architecture gqa is dense"),
-        "multi_latent_attention": ((False,), "architecture gqa has keys and values per head"),
-        "experimental_attention_variant": ((), "architecture gqa has full attention in every layer"),
-    },
-    "qwen36": {
-        "num_moe_experts": ((0,), "architecture qwen36 is dense"),
-        "multi_latent_attention": ((False,), "architecture qwen36 has keys and values per head"),
-        "experimental_attention_variant": (("gated_delta_net",), "architecture qwen36 has Gated DeltaNet layers"),
-    },
-    "glm52": {
-        "multi_latent_attention": ((True,), "architecture glm52 has latent attention"),
-        "experimental_attention_variant": (("dsa",), "architecture glm52 has sparse attention"),
-        "num_query_groups": ((), "latent attention has no groups of queries"),
-        "rope_type": (("rope",), "YaRN depends on lengths"),
-        "apply_rope_fusion": ((False,), "Megatron has it for YaRN only"),
-        "add_bias_linear": ((False,), "Megatron's absorbed latent attention has no biases"),
-        "dsa_kernel_backend": (("none",), "its kernels take no prompt rows"),
-        "expert_tensor_parallel_size": ((1,), "experts are whole on a rank; use parallel.ep"),
-        "moe_shared_expert_overlap": ((False,), "it isn't tested"),
-        "moe_latent_size": ((), "it isn't tested"),
-    },
-}
-
-
 def check_transformer_settings(settings: Mapping[str, Any], prefix: str = "", architecture: str | None = None) -> None:
-    """Refuses Megatron settings under which the schedule would not be exact.
+    """Refuses Megatron settings under which the schedule would not be exact; `megatron_longstraw.megatron_settings`.
 
     Args:
         settings: names and values of TransformerConfig fields.
         prefix: what to put before a name in the error.
-        architecture: also refuse what this architecture can't have.
+        architecture: also refuse what this architecture can't have, and all that it isn't known to honour.
 
     Raises:
         ConfigError: names the setting, its value, and why it is refused.
     """
-    for name, (fine, reason) in (_REFUSED | _REFUSED_BY.get(architecture or "", {})).items():
-        value = settings.get(name)
-        if value is not None and value not in fine:
-            needed = f"needs {fine[0]}" if fine else "leave it unset"
-            raise ConfigError(f"{prefix}{name}={value!r} is not supported ({needed}): {reason}")
+    for name, value in settings.items():
+        problem = megatron_settings.problem(name, value, architecture)
+        if problem is not None:
+            raise ConfigError(f"{prefix}{name}{problem}")
 
 
 def _check_gated_delta_net(transformer: Mapping[str, Any], parallel: ParallelConfig) -> None:

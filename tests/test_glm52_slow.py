@@ -14,7 +14,7 @@ from megatron_longstraw.rollouts import RolloutGroup
 from tests.exactness import group, rank_device, response, two_steps
 from tests.glm52 import TINY_GLM, UNEVEN
 from tests.ranks import Layout, Ranks
-from tests.test_real_rollouts import ROOT, _torchrun
+from tests.torchrun import ROOT, torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -88,10 +88,10 @@ def test_78_layers_train_a_step_on_pp4(ranks: Ranks) -> None:
 def test_compare_on_real_rollouts(agent_rollouts: Path, tmp_path: Path, layout: Layout, dtype: str) -> None:
     out = tmp_path / "out.json"
     stages = ["--set", "parallel.pipeline_layers=[2, 6]"] if layout.pp == 2 else []
-    _torchrun(
+    torchrun(
         layout.world_size, "compare", "--config", CONFIG, "--rollouts", agent_rollouts, "--limit", 3,
         "--max-prompt-tokens", 4096, "--dtype", dtype, "--json", out, *stages,
-        "--tp", layout.tp, "--pp", layout.pp, "--ep", layout.ep,
+        "--tp", layout.tp, "--pp", layout.pp, "--ep", layout.ep, check=True,
     )  # fmt: skip
     result = json.loads(out.read_text())
     assert result["passed"]

@@ -11,7 +11,7 @@ PACKAGE = Path(megatron_longstraw.__file__).parent
 
 # Modules of one line don't know each other.
 LAYERS = [
-    ["pipeline_split"],
+    ["megatron_settings", "pipeline_split"],
     ["config"],
     ["cpu_platform"],
     ["distributed"],

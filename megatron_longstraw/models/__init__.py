@@ -1,6 +1,5 @@
 """Builds the models that the schedule can run, from Megatron's modules."""
 
-import dataclasses
 import logging
 from typing import Any
 
@@ -129,13 +128,9 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
     """Megatron's config of a run: its defaults here, what model.transformer says, and what the layout says.
 
     Raises:
-        ConfigError: names the setting that Megatron does not know, or what it says of the whole.
+        ConfigError: what Megatron says of the whole; single settings were checked before.
     """
     config_class = MLATransformerConfig if run.model.architecture == "glm52" else TransformerConfig
-    known = {f.name for f in dataclasses.fields(config_class)}
-    for name in run.model.transformer:
-        if name not in known:
-            raise ConfigError(f"model.transformer.{name} is not a field of Megatron's {config_class.__name__}")
     settings: dict[str, Any] = {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -144,16 +139,14 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "masked_softmax_fusion": False,
+        "batch_p2p_comm": torch.cuda.is_available(),
         "moe_token_dispatcher_type": "alltoall",  # Megatron wants it for variable lengths, also without experts
         **_architecture_settings(run),
         **run.model.transformer,
     }
-    activation = settings["activation_func"]
-    if activation not in _ACTIVATIONS:
-        raise ConfigError(f"model.transformer.activation_func={activation!r}: it can be {', '.join(_ACTIVATIONS)}")
     dtype = DTYPES[run.dtype]
     settings |= {
-        "activation_func": _ACTIVATIONS[activation],
+        "activation_func": _ACTIVATIONS[settings["activation_func"]],
         "tensor_model_parallel_size": run.parallel.tp,
         "pipeline_model_parallel_size": run.parallel.pp,
         "virtual_pipeline_model_parallel_size": run.parallel.vpp,
@@ -167,7 +160,6 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         "calculate_per_token_loss": True,  # the objective is normalised before the forward
         "perform_initialization": False,  # initialize_weights does it, the same for every layout
         "deallocate_pipeline_outputs": True,
-        "batch_p2p_comm": torch.cuda.is_available(),
     }
     try:
         config = config_class(**settings)
