@@ -5,6 +5,7 @@ full recomputation, on the same weights and ranks, with the same attention kerne
 same log-prob head. ``plain_attention="megatron"`` gives it Megatron's own attention instead.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_longstraw.config import RunConfig
+from megatron_longstraw.float64 import keep_float64
 from megatron_longstraw.measure import PHASES, PeakBytes, StepMeter, screen_of
 from megatron_longstraw.models.parameters import named_buffers, named_parameters
 from megatron_longstraw.rollouts import RolloutGroup
@@ -93,7 +95,9 @@ def run_schedule(
     biases = {buffer.name: buffer.tensor for buffer in named_buffers(unwrapped(model))}
     before = {name: bias.clone() for name, bias in biases.items()}
     start = time.perf_counter()
-    with PeakBytes(persistent_tensors(model)) as memory:
+    # Megatron's casts to float32 would be the floor of a comparison in float64
+    precision = keep_float64() if run.dtype == "float64" else contextlib.nullcontext()
+    with precision, PeakBytes(persistent_tensors(model)) as memory:
         if name == "stock":
             reports = stock_forward_backward(
                 forward_step_func=forward_step, groups=mine, model=model, observer=meter, force_all_reduce=True

@@ -1,6 +1,5 @@
 """Bodies for rank processes that run both schedules, and what tests make of the results."""
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from megatron_longstraw.config import ModelConfig, ObjectiveConfig, ParallelConfig, RunConfig, ScheduleConfig
 from megatron_longstraw.rollouts import Response, RolloutGroup
-from tests.float64 import keep_float64
 from tests.ranks import Layout
 
 LAYOUTS = [
@@ -134,17 +132,14 @@ def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str =
     parameters = list(named_parameters(unwrapped(model)))
     shards = {p.name: p.shard for p in parameters}
     buffers = {b.name: b.tensor for b in named_buffers(unwrapped(model))}
-    float64 = keep_float64 if run.dtype == "float64" else contextlib.nullcontext
 
     def parts(tensors: dict[str, Tensor]) -> list[FullParameter]:
         return [FullParameter(name, tensor.clone(), shards[name]) for name, tensor in tensors.items()]
 
     result: dict[str, Any] = {"weights": parts({p.name: p.parameter.detach().cpu() for p in parameters}), "steps": []}
     for _ in range(2):
-        with float64():
-            stock = run_schedule("stock", model, groups, run, device)
-        with float64():
-            ours = run_schedule("longstraw", model, groups, run, device)
+        stock = run_schedule("stock", model, groups, run, device)
+        ours = run_schedule("longstraw", model, groups, run, device)
         for name, buffer in buffers.items():
             buffer.copy_(ours.expert_bias[name])
         pairs = zip(ours.reports, stock.reports, strict=True)

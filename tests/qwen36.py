@@ -11,9 +11,9 @@ import torch
 
 from megatron_longstraw.compare import Gate
 from megatron_longstraw.config import ModelConfig, ParallelConfig, RunConfig, ScheduleConfig
+from megatron_longstraw.float64 import keep_float64
 from megatron_longstraw.rollouts import RolloutGroup
 from tests.exactness import two_steps
-from tests.float64 import keep_float64
 from tests.ranks import Layout
 
 TINY = ModelConfig(
@@ -82,7 +82,7 @@ def qwen_two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: 
         with mock.patch.object(trainer, "build_ddp_model", original):
             return build_remembering_model(*args, **kwargs)
 
-    with precision(run), mock.patch.object(trainer, "build_ddp_model", build):
+    with mock.patch.object(trainer, "build_ddp_model", build):
         return two_steps(run, groups, plain_attention)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_longstraw.config import ConfigError, ParallelConfig
-from tests.float64 import keep_float64
+from megatron_longstraw.float64 import keep_float64
 from tests.qwen36 import qwen_run
 from tests.ranks import Layout, Ranks
 

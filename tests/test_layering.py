@@ -13,7 +13,7 @@ PACKAGE = Path(megatron_longstraw.__file__).parent
 LAYERS = [
     ["megatron_settings", "pipeline_split"],
     ["config"],
-    ["cpu_platform"],
+    ["cpu_platform", "float64"],
     ["distributed"],
     ["rollouts", "recurrent_state", "logprobs"],
     ["prompt_state"],

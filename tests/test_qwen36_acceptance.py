@@ -15,7 +15,7 @@ from megatron_longstraw.compare import GATES
 from megatron_longstraw.config import DataConfig, load_config
 from megatron_longstraw.rollouts import RolloutGroup
 from tests.exactness import group, join, response
-from tests.qwen36 import check_same, check_steps, precision, qwen_run, qwen_two_steps
+from tests.qwen36 import check_same, check_steps, qwen_run, qwen_two_steps
 from tests.ranks import Layout, Ranks
 
 pytestmark = pytest.mark.slow
@@ -92,8 +92,7 @@ def _all_layers(layout: Layout) -> dict[str, Any]:
     rollouts = [group("g", 59, response(generator, 5), response(generator, 3))]
     run = qwen_run(layout, transformer=layers)
     device = torch.device("cpu")
-    with precision(run):
-        result = compare(run, rollouts, device)
+    result = compare(run, rollouts, device)
     trainer = Trainer(qwen_run(layout, "float32", transformer=layers), 2, device)
     return {**result, "trained": trainer.step(rollouts)}
 

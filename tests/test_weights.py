@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_longstraw.config import RunConfig
+from megatron_longstraw.float64 import keep_float64
 from megatron_longstraw.models.glm52 import glm52_weight_map
 from megatron_longstraw.models.parameters import Shard
 from megatron_longstraw.models.weight_map import Piece, Source
 from megatron_longstraw.weights import SafetensorsFolder, WeightError
-from tests.float64 import keep_float64
 from tests.glm52 import tiny_glm
 from tests.ranks import Layout, RankError, Ranks
 

@@ -1,4 +1,4 @@
-"""Float64 all the way through code that casts to float32 inside, as Megatron's and transformers' modules do.
+"""Float64 all the way through code that casts to float32 inside, as Megatron's modules do; for comparisons only.
 
 Those casts are the floor of a float64 comparison (1e-7 instead of 1e-15). While `keep_float64` is entered,
 float64 tensors stay what they are where Python code asks for float32; a tensor that is *made* as float32 by its
