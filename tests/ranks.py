@@ -155,8 +155,17 @@ def _serve(rank: int, world_size: int, port: int, device: str, connection: Conne
 
 
 def _lay_out(layout: Layout) -> None:
+    import torch
+    from torch.distributed import distributed_c10d
+
     from megatron_longstraw.config import ParallelConfig
-    from megatron_longstraw.distributed import initialize_model_parallel
+    from megatron_longstraw.distributed import consecutive_group, initialize_model_parallel
+
+    # each gloo group has a thread that wakes a hundred times a second: those of former layouts would take the machine
+    consecutive_group.cache_clear()
+    world = distributed_c10d._get_default_group()
+    for group in [g for g in distributed_c10d._world.pg_map if g is not world]:
+        torch.distributed.destroy_process_group(group)
 
     initialize_model_parallel(ParallelConfig(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, ep=layout.ep))
 
