@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import Tensor
 
 from megatron_longstraw.attention import PromptRows, inject_state_gradient, prompt_attention, state_root
+from megatron_longstraw.config import ConfigError
 from megatron_longstraw.distributed import consecutive_group
 from megatron_longstraw.models.layers import PromptLayer
 from megatron_longstraw.prompt_state import OwnedRows, Phase, Runtime
@@ -50,6 +51,12 @@ class PromptCoreAttention(MegatronModule):
         plain_attention: str = "longstraw",
     ) -> None:
         super().__init__(config=config)
+        half = config.params_dtype in (torch.bfloat16, torch.float16)
+        if half and torch.cuda.is_available() and (config.kv_channels % 8 or config.kv_channels > 256):
+            raise ConfigError(
+                f"model.transformer.kv_channels={config.kv_channels}: flash attention on a GPU needs a multiple of 8, "
+                "256 at most"
+            )
         self.runtime = runtime
         self.layer_number = layer_number
         self.is_last = layer_number == config.num_layers
