@@ -253,5 +253,5 @@ def test_an_unmapped_architecture_is_refused(ranks: Ranks) -> None:
     run = _run(Layout())
     dense = {k: v for k, v in run.model.transformer.items() if not k.startswith("linear_")}
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, architecture="gqa", transformer=dense))
-    with pytest.raises(AssertionError, match="weights of architecture gqa can.t be read"):
+    with pytest.raises(AssertionError, match="weights of architecture gqa can't be read"):
         ranks.run(Layout(), _map_of, run, "output_layer.weight")
