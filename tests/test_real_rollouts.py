@@ -47,7 +47,8 @@ def test_train_over_all_groups(agent_rollouts: Path, tmp_path: Path, layout: Lay
     torchrun(
         2, "train", "--config", CONFIG, "--rollouts", agent_rollouts, "--output", tmp_path / "run",
         "--set", "data.groups_per_step=4", "--set", "model.transformer.num_layers=2",
-        "--set", "model.transformer.hidden_size=32", "--set", "model.transformer.num_attention_heads=2", *_parallel(layout), check=True,
+        "--set", "model.transformer.hidden_size=32", "--set", "model.transformer.num_attention_heads=2",
+        *_parallel(layout), check=True,
     )  # fmt: skip
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum(line["groups"] for line in lines) == 30
