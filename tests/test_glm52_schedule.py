@@ -24,7 +24,7 @@ LAYOUTS = [
     Layout(dp=2, ep=2),  # experts across data-parallel ranks: micro-batches in step
     Layout(tp=4, ep=4),
     Layout(tp=2, pp=2, ep=2),
-    Layout(tp=2, dp=2, ep=4),
+    pytest.param(Layout(tp=2, dp=2, ep=4), marks=pytest.mark.slow),
 ]
 
 

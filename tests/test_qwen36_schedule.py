@@ -62,8 +62,10 @@ CASES = [
         layout,
         dtype,
         id=f"{layout}-{dtype}",
-        # float64 is the sharp test
-        marks=[pytest.mark.slow] if dtype == "float32" and layout not in (Layout(), Layout(tp=2)) else [],
+        # float64 is the sharp test; the interleaved schedule is the dense model's test too
+        marks=[pytest.mark.slow]
+        if layout.vpp or (dtype == "float32" and layout not in (Layout(), Layout(tp=2)))
+        else [],
     )
     for dtype in ("float64", "float32")
     for layout in LAYOUTS
