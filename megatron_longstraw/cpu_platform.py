@@ -12,6 +12,7 @@ point-to-point operations, and every kernel that exists for CUDA only.
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ def install() -> None:
         raise RuntimeError("install the CPU platform before anything imports megatron.core")
 
     _replace_cuda_namespace()
+    _share_gloo_device()
     from megatron.core import jit
 
     jit.disable_jit_fuser()  # else every rank compiles C++ for minutes
@@ -111,6 +113,26 @@ def _replace_cuda_namespace() -> None:
     tensor.record_stream = lambda self, stream: None
     module: Any = torch.nn.Module
     module.cuda = lambda self, *args, **kwargs: self
+
+
+def _share_gloo_device() -> None:
+    """Gives all gloo groups of this process one device.
+
+    Each device has a thread that wakes a hundred times a second, and Megatron makes some forty groups: with a
+    device each they take a large part of a small machine.
+    """
+    from torch.distributed import distributed_c10d
+
+    gloo: Any = distributed_c10d.ProcessGroupGloo
+    device = gloo.create_default_device()
+
+    class SharedDeviceGloo(gloo):  # type: ignore[misc]
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = SharedDeviceGloo  # type: ignore[misc]
 
 
 def _replace_rng() -> None:
