@@ -76,10 +76,9 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not >= 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs an integer >= 1, got {text!r}")
+    return int(text)
 
 
 _OVERRIDES = {
@@ -159,8 +158,7 @@ def _compare(options: argparse.Namespace) -> int:
 
     with together(ValueError, OSError):
         groups = list(itertools.islice(run_reader(run, options.rollouts)(), options.limit))
-        if dist.get_rank() == 0:
-            options.json.open("a").close()  # before hours of work, see that it can be written
+        _check_result_file(options)
     head = {"config": dataclasses.asdict(run), "stock_attention": options.stock_attention}
     entries: list[dict[str, Any]] = []
 
@@ -178,6 +176,16 @@ def _compare(options: argparse.Namespace) -> int:
         _write_json(options.json, {**head, **result})
         print(compare.verdict(run, result), f"wrote {options.json}", sep="\n", flush=True)
     return _leave(0 if result["passed"] else 1)
+
+
+def _check_result_file(options: argparse.Namespace) -> None:
+    """Before hours of work: the result can be written, and over no input."""
+    if any(options.json.exists() and options.json.samefile(path) for path in (options.rollouts, options.config)):
+        raise ConfigError(f"--json {options.json}: is an input of this command; name another file")
+    try:
+        options.json.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--json {options.json}: can't be written: {error}") from error
 
 
 def _write_json(path: Path, result: dict[str, Any]) -> None:

@@ -234,7 +234,8 @@ def verdict(run: RunConfig, result: dict[str, Any]) -> str:
     gate, together = GATES[run.dtype], result["all"]
     worst = together["worst_parameter"]
     bounds = (
-        f"{run.dtype}: relative L2 <= {gate.relative:g}, cosine >= {gate.cosine:.9g}, every parameter on every rank"
+        f"{run.dtype}: relative L2 <= {gate.relative:g}, cosine >= {gate.cosine:.9g}, each rank; each parameter "
+        f"within {gate.relative:g} of itself + {gate.floor:g} of the whole"
     )
     if result["passed"]:
         sentence = f"PASSED: the gradient is the stock schedule's ({bounds})"
@@ -245,7 +246,7 @@ def verdict(run: RunConfig, result: dict[str, Any]) -> str:
     return (
         f"all groups in one step: gradient apart by {together['relative_l2']:.1e} (relative L2), cosine "
         f"{together['cosine']:.9f}; nearest to its bound: {worst['name']} on rank {worst['rank']}, "
-        f"{worst['relative_l2']:.1e}\n{sentence}"
+        f"{worst['relative_l2']:.1e} of itself, {worst['of_bound']:.2g} of its bound\n{sentence}"
     )
 
 

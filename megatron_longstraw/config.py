@@ -200,6 +200,7 @@ class OptimizerConfig:
         for name in ("lr", "min_lr", "weight_decay", "adam_eps", "clip_grad"):
             value = getattr(self, name)
             _check(f"optimizer.{name}", value, 0 <= value < math.inf, "a finite number >= 0")
+        _check("optimizer.adam_eps", self.adam_eps, self.adam_eps > 0, "a number > 0")
         for name in ("adam_beta1", "adam_beta2"):
             value = getattr(self, name)
             _check(f"optimizer.{name}", value, 0 <= value < 1, "a number in [0, 1)")

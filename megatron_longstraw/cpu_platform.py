@@ -126,7 +126,7 @@ def _share_gloo_device() -> None:
     gloo: Any = distributed_c10d.ProcessGroupGloo
     device = gloo.create_default_device()
 
-    class SharedDeviceGloo(gloo):  # type: ignore[misc]
+    class SharedDeviceGloo(gloo):
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
             options = gloo._Options()
             options._devices, options._timeout = [device], timeout

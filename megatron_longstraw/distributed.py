@@ -22,6 +22,7 @@ reduction at the end of a step, and torchrun ends all ranks when one dies."""
 def quiet() -> None:
     """Silences what Megatron and torch warn of on every rank: each optional package that is not installed."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # read by Megatron
     for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

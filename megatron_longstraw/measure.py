@@ -32,8 +32,8 @@ class NonFiniteGradientError(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the gradient is not finite; the weights of the steps before are saved: "
-            "look at the learning rate, and at old_logprobs and ref_logprobs in the rollouts"
+            "the gradient is not finite; the weights before this step are saved: look at the learning rate, and at "
+            "temperature, advantage, old_logprobs and ref_logprobs in the rollouts of this step"
         )
 
 

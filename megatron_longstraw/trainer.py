@@ -44,7 +44,8 @@ def build_ddp_model(run: RunConfig, *, plain_attention: str = "longstraw") -> li
     """This rank's model chunks in Megatron's Float16Module (bfloat16 only) and DistributedDataParallel."""
     chunks: list[Any] = build_model(run, plain_attention=plain_attention)
     if run.model.weights is not None:
-        load_weights(chunks, run.model.weights, weight_map(run))
+        with together(ConfigError, OSError):
+            load_weights(chunks, run.model.weights, weight_map(run))
     config = chunks[0].config
     if run.dtype == "bfloat16":
         chunks = [Float16Module(config, chunk) for chunk in chunks]
@@ -284,6 +285,8 @@ def check_trainable(run: RunConfig, steps: int) -> None:
 
 def run_reader(run: RunConfig, rollouts: Path) -> Callable[[], Iterator[RolloutGroup]]:
     """A function that reads the rollout file from its start, checked against the run."""
+    if rollouts.exists() and not rollouts.is_file():
+        raise ConfigError(f"--rollouts {rollouts}: needs a regular file; every rank reads it, and more than once")
     tokenizer = load_tokenizer(run.data.tokenizer)
 
     def read() -> Iterator[RolloutGroup]:
@@ -313,16 +316,12 @@ def train(run: RunConfig, rollouts: Path, output: Path, steps: int | None, devic
         RolloutError, ConfigError: the input can't be used; on every rank.
     """
     with together(ValueError, OSError):
-        if rollouts.exists() and not rollouts.is_file():
-            raise ConfigError(f"--rollouts {rollouts}: needs a regular file, which is read more than once")
         read = run_reader(run, rollouts)
         count = sum(1 for _ in read())
         steps = -(-count // run.data.groups_per_step) if steps is None else steps
         check_trainable(run, steps)
         if dist.get_rank() == 0:
-            output.mkdir(parents=True, exist_ok=True)
-            if (output / "metrics.jsonl").exists():
-                raise ConfigError(f"--output {output}: a run's metrics.jsonl is there already; name another folder")
+            _prepare_output(output)
     trainer = Trainer(run, steps, device)
     groups = itertools.chain.from_iterable(read() for _ in itertools.count())
     batches = _batches(groups, run.data.groups_per_step, count)
@@ -343,6 +342,19 @@ def train(run: RunConfig, rollouts: Path, output: Path, steps: int | None, devic
     if log is not None:
         log.close()
         print(f"wrote {output}/metrics.jsonl and {output}/weights", flush=True)
+
+
+def _prepare_output(output: Path) -> None:
+    """Makes the folders of a run; ConfigError where another run is there, or nothing can be written."""
+    try:
+        (output / "weights").mkdir(parents=True, exist_ok=True)
+        if (output / "metrics.jsonl").exists():
+            raise ConfigError(f"--output {output}: a run's metrics.jsonl is there already; name another folder")
+        probe = output / "weights" / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"--output {output}: can't be written: {error}") from error
 
 
 def _batches(groups: Iterator[RolloutGroup], size: int, count: int) -> Iterator[list[RolloutGroup]]:

@@ -23,13 +23,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_longstraw.config import ConfigError
 from megatron_longstraw.models.parameters import NamedTensor, named_tensors
 from megatron_longstraw.models.weight_map import Piece, Source, WeightMap
 
 _INDEX = "model.safetensors.index.json"
 
 
-class WeightError(ValueError):
+class WeightError(ConfigError):
     """A checkpoint that doesn't fit the model: names the folder, the tensor, what is there and what is needed."""
 
 

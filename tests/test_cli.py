@@ -183,6 +183,33 @@ def test_torchrun_ends_with_the_error(tmp_path: Path) -> None:
     assert f'File "{ROOT}/megatron_longstraw' not in done.stderr
 
 
+def test_result_never_lands_on_an_input(ranks: Ranks, rollouts: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(rollouts.read_bytes())
+    for target, message in ((copy, "is an input of this command"), (tmp_path / "no" / "x.json", "can't be written")):
+        arguments = ["compare", "--config", CONFIG, "--rollouts", copy, "--json", target, *SMALL]
+        answers = ranks.run(Layout(tp=2), _main, [str(a) for a in arguments])
+        assert [status for status, _ in answers] == [2, 2]
+        assert f"--json {target}: {message}" in answers[0][1]
+    assert copy.read_bytes() == rollouts.read_bytes()
+
+
+def test_weights_that_could_not_be_saved_or_read_stop_before_training(
+    ranks: Ranks, rollouts: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "weights").touch()
+    arguments = ["train", "--config", CONFIG, "--rollouts", rollouts, "--output", tmp_path, *SMALL]
+    answers = ranks.run(Layout(tp=2), _main, [str(a) for a in arguments])
+    assert [status for status, _ in answers] == [2, 2]
+    assert f"--output {tmp_path}: can't be written" in answers[0][1]
+    arguments[6] = tmp_path / "run"
+    arguments += ["--set", f"model.weights={tmp_path}"]
+    answers = ranks.run(Layout(tp=2), _main, [str(a) for a in arguments])
+    assert [status for status, _ in answers] == [2, 2]
+    assert [text for _, text in answers if text] == [answers[0][1]]
+    assert "weights of architecture gqa can't be read" in answers[0][1]
+
+
 def test_output_of_another_run_is_kept(ranks: Ranks, rollouts: Path, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("precious")
     arguments = ["train", "--config", CONFIG, "--rollouts", rollouts, "--output", tmp_path, *SMALL]
