@@ -23,6 +23,7 @@ _PHASES = {
 }
 
 
+_MOMENT = 1e-3  # seconds
 PHASES = ("capture", "replay", "prompt_backward")
 """The phases of our schedule, by the names that seconds go by."""
 
@@ -95,7 +96,11 @@ class _LiveBytes(TorchDispatchMode):
 
         self._storages[key] = weakref.ref(storage, freed)
         self.live += size
-        self.peak = max(self.peak, self.live)
+        if self.live > self.peak:
+            # gloo's thread drops the tensors of a finished collective a moment after its wait, and needs the
+            # interpreter's lock for it: without this a peak is now and then one collective's input too high
+            time.sleep(_MOMENT)
+            self.peak = max(self.peak, self.live)
 
 
 class StepMeter:

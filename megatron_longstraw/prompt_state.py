@@ -20,6 +20,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,6 +99,8 @@ class Runtime:
         recurrent: whether the model has layers that keep boundary states.
         recompute_plain: whether they do so for stock sequences too, instead of Megatron's own recomputation.
         plain_is_recomputable: whether stock sequences can be recomputed at all; the model says so.
+        on_choice: takes (layer number, segment, what was scored, the positions chosen) of sparse attention and
+            returns the positions to take: see `index_choices`.
     """
 
     def __init__(self) -> None:
@@ -107,6 +110,7 @@ class Runtime:
         self.recurrent = False
         self.recompute_plain = False
         self.plain_is_recomputable = True
+        self.on_choice: Callable[[int, Segment, Any, Tensor], Tensor] | None = None
 
     @property
     def segment(self) -> Segment:

@@ -83,7 +83,7 @@ def choose_positions(index: IndexQueries, prompt: LatentRows | None, query_block
     chosen = torch.full((tokens, min(index.topk, start + tokens)), -1, dtype=torch.int32, device=index.keys.device)
     own_positions = torch.arange(start, start + tokens, device=index.keys.device)
     for block in _blocks(tokens, query_block):
-        scores = _index_scores(index, block, index.keys)
+        scores = index_scores(index, block, index.keys)
         future = own_positions > own_positions[block, None]
         candidates = scores.masked_fill_(future, -math.inf), own_positions.expand_as(scores)
         if prompt is not None:
@@ -120,6 +120,21 @@ def sparse_attention(
         gather over sequence-parallel ranks sums it.
     """
     return _SparseAttention.apply(q_THD, rows_TD, chosen_TK, prompt, value_width, scale, query_block)
+
+
+def index_scores(index: IndexQueries, block: slice, keys_SI: Tensor) -> Tensor:
+    """Scores [n, S] of a block of queries, future positions included; summed over a few heads at a time."""
+    dtype = _statistics_dtype(keys_SI)
+    q, w, k = index.queries[block], index.weights[block].to(dtype), keys_SI
+    scores = q.new_zeros(len(q), len(k), dtype=dtype)
+    step = max(1, _SCORES_AT_ONCE // max(1, scores.numel()))
+    for first in range(0, q.shape[1], step):
+        heads = slice(first, first + step)
+        queries = q[:, heads].transpose(0, 1).flatten(0, 1)
+        part = _product(queries[None], k.T[None]).view(-1, *scores.shape)  # [heads, n, S]
+        part = part.relu_() if index.relu else part
+        scores += (part * w[:, heads].T[..., None]).sum(0)
+    return scores
 
 
 def inject_latent_gradient(latent: Tensor, rows: OwnedRows, segment: Segment) -> Tensor:
@@ -230,7 +245,7 @@ def _best_of_prompt(index: IndexQueries, block: slice, prompt: LatentRows) -> tu
     values = queries.new_empty(len(queries), 0, dtype=_statistics_dtype(queries))
     positions = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
     for rows in prompt.rows.blocks(prompt.end, prompt.block_tokens):
-        scores = _index_scores(index, block, prompt.rows.values["index_key"][rows])
+        scores = index_scores(index, block, prompt.rows.values["index_key"][rows])
         where = prompt.rows.pages.positions_of(torch.arange(rows.start, rows.stop, device=queries.device))
         values, positions = _best(
             torch.cat([values, scores], 1), torch.cat([positions, where.expand_as(scores)], 1), index.topk
@@ -257,21 +272,6 @@ def _best(values: Tensor, positions: Tensor, count: int) -> tuple[Tensor, Tensor
     kept = above | (equal & (equal.cumsum(1) <= room))
     where = kept.nonzero()[:, 1].view(-1, count)
     return values.gather(1, where), positions.gather(1, where)
-
-
-def _index_scores(index: IndexQueries, block: slice, keys_SI: Tensor) -> Tensor:
-    """[n, S] scores of a block of queries, summed over a few heads at a time."""
-    dtype = _statistics_dtype(keys_SI)
-    q, w, k = index.queries[block], index.weights[block].to(dtype), keys_SI
-    scores = q.new_zeros(len(q), len(k), dtype=dtype)
-    step = max(1, _SCORES_AT_ONCE // max(1, scores.numel()))
-    for first in range(0, q.shape[1], step):
-        heads = slice(first, first + step)
-        queries = q[:, heads].transpose(0, 1).flatten(0, 1)
-        part = _product(queries[None], k.T[None]).view(-1, *scores.shape)  # [heads, n, S]
-        part = part.relu_() if index.relu else part
-        scores += (part * w[:, heads].T[..., None]).sum(0)
-    return scores
 
 
 # -- attention of a block of queries [n, H, D] over chosen rows; chosen holds rows [n, C], -1 for none

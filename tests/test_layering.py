@@ -18,7 +18,7 @@ LAYERS = [
     ["rollouts", "recurrent_state", "logprobs"],
     ["prompt_state"],
     ["objectives", "attention", "sparse_attention"],
-    ["work"],
+    ["work", "index_choices"],
     ["measure", "models", "schedule"],
     ["weights"],
     ["trainer"],

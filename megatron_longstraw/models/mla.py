@@ -128,7 +128,10 @@ class PromptSparseAttention(DSAttention):
         """The positions of this micro-batch: chosen here and now, or by the layer whose choice this layer reuses."""
         chosen = self.runtime.micro_batch.chosen
         if index is not None:
-            chosen[self.layer_number] = choose_positions(index, prompt, self.query_block)
+            choice = choose_positions(index, prompt, self.query_block)
+            if self.runtime.on_choice is not None:
+                choice = self.runtime.on_choice(self.layer_number, self.runtime.segment, index, choice)
+            chosen[self.layer_number] = choice
         if self.source_layer not in chosen:
             raise RuntimeError(f"layer {self.layer_number} reuses the index of layer {self.source_layer}: not run yet")
         return chosen[self.source_layer]
