@@ -120,10 +120,10 @@ def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str =
     """Stock and ours from the same weights, then a plain gradient step by ours, and again.
 
     Returns:
-        Per step the comparison, the largest difference of log-probs, both losses, both gradients' parts, and the
-        expert biases after both; and the initial weights' parts.
+        Per step the comparison, the largest difference of log-probs, both losses, both gradients' parts, the
+        expert biases after both, and how index choices differed; and the initial weights' parts.
     """
-    from megatron_longstraw.compare import GATES, compare_gradients, run_schedule
+    from megatron_longstraw.compare import GATES, compare_gradients, run_both
     from megatron_longstraw.models.parameters import named_buffers, named_parameters
     from megatron_longstraw.trainer import build_ddp_model, unwrapped
 
@@ -138,8 +138,7 @@ def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str =
 
     result: dict[str, Any] = {"weights": parts({p.name: p.parameter.detach().cpu() for p in parameters}), "steps": []}
     for _ in range(2):
-        stock = run_schedule("stock", model, groups, run, device)
-        ours = run_schedule("longstraw", model, groups, run, device)
+        stock, ours, choices = run_both(model, groups, run, device)
         for name, buffer in buffers.items():
             buffer.copy_(ours.expert_bias[name])
         pairs = zip(ours.reports, stock.reports, strict=True)
@@ -152,6 +151,7 @@ def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str =
                 "ours": parts(ours.gradients),
                 "stock_buffers": stock.expert_bias,
                 "buffers": ours.expert_bias,
+                "index_choices": choices,
             }
         )
         for p in parameters:

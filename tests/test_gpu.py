@@ -1,14 +1,19 @@
-"""The exactness tests on one CUDA device: the CUDA attention kernels, NCCL, Transformer Engine where it imports."""
+"""The exactness tests on one CUDA device: the CUDA attention kernels, NCCL, and, where they import,
+flash-linear-attention's delta rule and Transformer Engine's layers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_longstraw.compare import GATES
 from megatron_longstraw.config import RunConfig
-from tests.exactness import edge_groups, tiny_run, two_steps, with_objective, with_schedule
+from tests.exactness import edge_groups, group, response, tiny_run, two_steps, with_objective, with_schedule
+from tests.glm52 import glm_groups, tiny_glm
+from tests.qwen36 import qwen_run, qwen_two_steps
 from tests.ranks import Layout, Ranks
 
 pytestmark = [
@@ -66,3 +71,37 @@ def test_variants(cuda_ranks: Ranks, dtype: str) -> None:
 
 def test_float64_kernels(cuda_ranks: Ranks) -> None:
     _check(cuda_ranks, tiny_run(Layout(), dtype="float64"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_glm52(cuda_ranks: Ranks, dtype: str) -> None:
+    (result,) = cuda_ranks.run(Layout(), two_steps, tiny_glm(Layout(), dtype), glm_groups())
+    for step in result["steps"]:
+        assert step["comparison"]["passed"], step["comparison"]
+        assert step["index_choices"]["largest_gap"] <= GATES[dtype].tie, step["index_choices"]
+
+
+def _has_flash_linear_attention() -> bool:
+    from megatron.core.ssm.gated_delta_net import common
+
+    return common.HAVE_FLA
+
+
+@pytest.mark.parametrize(
+    "dtype, kernels",
+    [("float32", "torch"), ("float64", "torch"), ("bfloat16", "torch"), ("bfloat16", "flash-linear-attention")],
+)
+def test_qwen36(cuda_ranks: Ranks, dtype: str, kernels: str) -> None:
+    if kernels == "flash-linear-attention" and not _has_flash_linear_attention():
+        pytest.skip("flash-linear-attention is not installed")
+    heads = {"kv_channels": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    run = qwen_run(Layout(), dtype, transformer={**heads, "deterministic_mode": kernels == "torch"})
+    g = np.random.default_rng(0)
+    groups = [
+        group("a", 101, response(g, 5), response(g, 1), response(g, 70)),
+        group("b", 2, response(g, 3)),
+        group("c", 28, response(g, 9, [1, 0, 0, 0, 0, 0, 0, 0, 0]), response(g, 2)),
+    ]
+    (result,) = cuda_ranks.run(Layout(), qwen_two_steps, run, groups)
+    for step in result["steps"]:
+        assert step["comparison"]["passed"], step["comparison"]
