@@ -19,6 +19,8 @@ from tests.torchrun import ROOT, torchrun
 pytestmark = pytest.mark.slow
 
 CONFIG = ROOT / "examples" / "glm52" / "tiny.yaml"
+# as many layers as have each kind (dense, experts, their own index, another's), so that twelve runs take an hour
+FEW_LAYERS = ["--set", "model.transformer.num_layers=5", "--set", "model.transformer.moe_layer_freq=[0, 0, 0, 1, 1]"]
 BOUND = {"float32": 1e-5, "float64": 1e-9}
 LAYOUTS = [
     Layout(),
@@ -87,10 +89,10 @@ def test_78_layers_train_a_step_on_pp4(ranks: Ranks) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_compare_on_real_rollouts(agent_rollouts: Path, tmp_path: Path, layout: Layout, dtype: str) -> None:
     out = tmp_path / "out.json"
-    stages = ["--set", "parallel.pipeline_layers=[2, 6]"] if layout.pp == 2 else []
+    stages = ["--set", "parallel.pipeline_layers=[2, 3]"] if layout.pp == 2 else []
     torchrun(
         layout.world_size, "compare", "--config", CONFIG, "--rollouts", agent_rollouts, "--limit", 3,
-        "--max-prompt-tokens", 4096, "--dtype", dtype, "--json", out, *stages,
+        "--max-prompt-tokens", 4096, "--dtype", dtype, "--json", out, *FEW_LAYERS, *stages,
         "--tp", layout.tp, "--pp", layout.pp, "--ep", layout.ep, check=True,
     )  # fmt: skip
     result = json.loads(out.read_text())
@@ -98,5 +100,5 @@ def test_compare_on_real_rollouts(agent_rollouts: Path, tmp_path: Path, layout: 
     assert result["all"]["relative_l2"] <= BOUND[dtype]
     # ties of float32 go either way (one query in ten thousands), those of float64 don't come up
     choices = result["all"]["index_choices"]
-    assert choices["queries"] > 50_000
+    assert choices["queries"] > 3 * 3 * 4096  # three layers choose
     assert choices["different"] <= {"float32": 10, "float64": 0}[dtype]
