@@ -1,5 +1,6 @@
 """Bodies for rank processes that run both schedules, and what tests make of the results."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_longstraw.compare import GATES
 from megatron_longstraw.config import ModelConfig, ObjectiveConfig, ParallelConfig, RunConfig, ScheduleConfig
 from megatron_longstraw.rollouts import Response, RolloutGroup
 from tests.ranks import Layout
@@ -123,7 +125,7 @@ def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str =
         Per step the comparison, the largest difference of log-probs, both losses, both gradients' parts, the
         expert biases after both, and how index choices differed; and the initial weights' parts.
     """
-    from megatron_longstraw.compare import GATES, compare_gradients, run_both
+    from megatron_longstraw.compare import compare_gradients, run_both
     from megatron_longstraw.models.parameters import named_buffers, named_parameters
     from megatron_longstraw.trainer import build_ddp_model, unwrapped
 
@@ -157,6 +159,35 @@ def two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: str =
         for p in parameters:
             p.parameter.data.sub_(ours.gradients[p.name].to(p.parameter), alpha=0.5)
     return result
+
+
+LOG_PROBS = {"float32": 5e-6, "float64": 1e-13}
+"""Bounds on log-probs near -5.5: float32's spacing there is 5e-7."""
+
+
+def check_steps(results: list[dict[str, Any]], dtype: str = "float64") -> None:
+    """Both steps of `two_steps` on every rank: gradients within the gate, log-probs and losses within LOG_PROBS,
+    index choices at ties only, expert biases bit for bit."""
+    for step, rank in itertools.product((0, 1), range(len(results))):
+        outcome = results[rank]["steps"][step]
+        assert outcome["comparison"]["passed"], (step, rank, outcome["comparison"])
+        assert all(difference <= LOG_PROBS[dtype] for difference in outcome["log_probs"]), outcome["log_probs"]
+        stock, ours = outcome["loss"]
+        assert abs(stock - ours) <= LOG_PROBS[dtype]
+        assert outcome["index_choices"]["largest_gap"] <= GATES[dtype].tie, outcome["index_choices"]
+        assert outcome["buffers"].keys() == outcome["stock_buffers"].keys()
+        for name, bias in outcome["buffers"].items():
+            assert torch.equal(bias, outcome["stock_buffers"][name]), name
+
+
+def check_same(got: dict[str, Tensor], want: dict[str, Tensor], dtype: str = "float64") -> None:
+    """Two whole gradients: the per-parameter bounds of the gate."""
+    gate = GATES[dtype]
+    assert got.keys() == want.keys()
+    whole = torch.cat([w.flatten() for w in want.values()]).norm()
+    for name in want:
+        apart = (got[name] - want[name]).norm()
+        assert apart <= gate.relative * want[name].norm() + gate.floor * whole, (name, apart)
 
 
 def with_schedule(run: RunConfig, **changes: Any) -> RunConfig:

@@ -2,14 +2,12 @@
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 
-from megatron_longstraw.compare import Gate
 from megatron_longstraw.config import ModelConfig, ParallelConfig, RunConfig, ScheduleConfig
 from megatron_longstraw.float64 import keep_float64
 from megatron_longstraw.rollouts import RolloutGroup
@@ -89,26 +87,3 @@ def qwen_two_steps(run: RunConfig, groups: list[RolloutGroup], plain_attention: 
 def flat_gradient(model: list[Any]) -> torch.Tensor:
     """This rank's gradients in one vector."""
     return torch.cat([p.main_grad.flatten() for chunk in model for p in chunk.parameters()]).clone()
-
-
-LOG_PROBS = {"float32": 5e-6, "float64": 1e-13}
-"""Bounds on log-probs near -5.5: float32's spacing there is 5e-7."""
-
-
-def check_steps(results: list[dict[str, Any]], dtype: str = "float64") -> None:
-    """Both steps of `two_steps` on every rank: gradients within the gate, log-probs and losses within LOG_PROBS."""
-    for step, rank in itertools.product((0, 1), range(len(results))):
-        outcome = results[rank]["steps"][step]
-        assert outcome["comparison"]["passed"], (step, rank, outcome["comparison"])
-        assert all(difference <= LOG_PROBS[dtype] for difference in outcome["log_probs"]), outcome["log_probs"]
-        stock, ours = outcome["loss"]
-        assert abs(stock - ours) <= LOG_PROBS[dtype]
-
-
-def check_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], gate: Gate) -> None:
-    """Two whole gradients: the per-parameter bounds of the gate."""
-    assert got.keys() == want.keys()
-    whole = torch.cat([w.flatten() for w in want.values()]).norm()
-    for name in want:
-        apart = (got[name] - want[name]).norm()
-        assert apart <= gate.relative * want[name].norm() + gate.floor * whole, (name, apart)

@@ -8,34 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from megatron_longstraw.compare import GATES
 from megatron_longstraw.config import ConfigError, RunConfig
-from tests.exactness import LAYOUTS, edge_groups, join, tiny_run, two_steps, with_objective, with_schedule
+from tests.exactness import (
+    LAYOUTS,
+    LOG_PROBS,
+    check_same,
+    check_steps,
+    edge_groups,
+    join,
+    tiny_run,
+    two_steps,
+    with_objective,
+    with_schedule,
+)
 from tests.ranks import Layout, Ranks
-
-LOG_PROBS = {"float32": 5e-6, "float64": 1e-13}
-"""Log-probs near -5.5: float32's spacing there is 5e-7."""
-
-
-def _check(results: list[dict[str, Any]], dtype: str) -> None:
-    for step, rank in itertools.product((0, 1), range(len(results))):
-        outcome = results[rank]["steps"][step]
-        assert outcome["comparison"]["passed"], (step, rank, outcome["comparison"])
-        assert all(difference <= LOG_PROBS[dtype] for difference in outcome["log_probs"]), outcome["log_probs"]
-        stock, ours = outcome["loss"]
-        assert abs(stock - ours) <= LOG_PROBS[dtype]
-
-
-def _check_same(got: dict[str, Tensor], want: dict[str, Tensor], dtype: str) -> None:
-    """Two whole gradients: the per-parameter bounds of the gate."""
-    gate = GATES[dtype]
-    assert got.keys() == want.keys()
-    whole = torch.cat([w.flatten() for w in want.values()]).norm()
-    for name in want:
-        apart = (got[name] - want[name]).norm()
-        assert apart <= gate.relative * want[name].norm() + gate.floor * whole, (name, apart)
 
 
 @pytest.fixture(scope="module")
@@ -68,20 +55,20 @@ def test_two_steps_equal_stock_and_one_rank(
     run = tiny_run(layout, dtype=dtype)
     alone = one_rank(run)
     results = alone if layout == Layout() else ranks.run(layout, two_steps, run, edge_groups())
-    _check(results, dtype)
+    check_steps(results, dtype)
     weights = join([r["weights"] for r in results])
     for name, tensor in join([r["weights"] for r in alone]).items():
         assert torch.equal(weights[name], tensor), name
     for step, side in itertools.product((0, 1), ("stock", "ours")):
         want = join([r["steps"][step]["stock"] for r in alone])
-        _check_same(join([r["steps"][step][side] for r in results]), want, dtype)
+        check_same(join([r["steps"][step][side] for r in results]), want, dtype)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=4)], ids=str)
 def test_megatrons_own_attention_agrees(ranks: Ranks, layout: Layout) -> None:
     """The stock side with Megatron's DotProductAttention, which shares no code with ours."""
     results = ranks.run(layout, two_steps, tiny_run(layout, dtype="float64"), edge_groups()[:3], "megatron")
-    _check(results, "float64")
+    check_steps(results, "float64")
 
 
 @pytest.mark.parametrize("chunk", [3, 32, 100, 101, 4096])
@@ -95,15 +82,15 @@ def test_chunk_and_page_sizes_change_nothing(
         log_prob_block_tokens=chunk,
     )
     results = ranks.run(Layout(), two_steps, run, edge_groups())
-    _check(results, "float64")
+    check_steps(results, "float64")
     for step in (0, 1):
         want = join([r["steps"][step]["stock"] for r in one_rank(run)])
-        _check_same(join([r["steps"][step]["ours"] for r in results]), want, "float64")
+        check_same(join([r["steps"][step]["ours"] for r in results]), want, "float64")
 
 
 def test_without_recomputation(ranks: Ranks) -> None:
     run = with_schedule(tiny_run(Layout(pp=2), dtype="float64"), recompute=False)
-    _check(ranks.run(Layout(pp=2), two_steps, run, edge_groups()), "float64")
+    check_steps(ranks.run(Layout(pp=2), two_steps, run, edge_groups()), "float64")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +103,7 @@ def test_without_recomputation(ranks: Ranks) -> None:
 )
 def test_objectives(ranks: Ranks, objective: dict[str, Any]) -> None:
     run = with_objective(tiny_run(Layout(), dtype="float64"), **objective)
-    _check(ranks.run(Layout(), two_steps, run, edge_groups()), "float64")
+    check_steps(ranks.run(Layout(), two_steps, run, edge_groups()), "float64")
 
 
 @pytest.mark.parametrize("changes", [{"tie_embeddings": True}, {"rotary_percent": 0.5}], ids=["tied", "partial RoPE"])
@@ -128,11 +115,11 @@ def test_model_variants(ranks: Ranks, changes: dict[str, Any]) -> None:
         run = tiny_run(layout, dtype="float64")
         run = replace(run, model=replace(run.model, **changes))
         by_layout.append(ranks.run(layout, two_steps, run, edge_groups()[:4]))
-        _check(by_layout[-1], "float64")
+        check_steps(by_layout[-1], "float64")
     want = [join([r["steps"][step]["ours"] for r in by_layout[0]]) for step in (0, 1)]
     for results in by_layout[1:]:
         for step in (0, 1):
-            _check_same(join([r["steps"][step]["ours"] for r in results]), want[step], "float64")
+            check_same(join([r["steps"][step]["ours"] for r in results]), want[step], "float64")
 
 
 def test_gated_biased_layernorm_model_without_sequence_parallelism(ranks: Ranks) -> None:
@@ -144,7 +131,7 @@ def test_gated_biased_layernorm_model_without_sequence_parallelism(ranks: Ranks)
         model=replace(run.model, transformer=transformer),
         parallel=replace(run.parallel, sequence_parallel=False),
     )
-    _check(ranks.run(Layout(tp=2), two_steps, run, edge_groups()[:4]), "float32")
+    check_steps(ranks.run(Layout(tp=2), two_steps, run, edge_groups()[:4]), "float32")
 
 
 def test_detached_is_another_gradient(ranks: Ranks) -> None:
