@@ -1,6 +1,7 @@
 """Measures a step: peak bytes of tensors, seconds per phase, and shows its progress."""
 
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,9 @@ _PHASES = {
 
 PHASES = ("capture", "replay", "prompt_backward")
 """The phases of our schedule, by the names that seconds go by."""
+
+
+_SAMPLE_SECONDS = 0.05
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -96,6 +100,38 @@ class _LiveBytes(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, freed)
         self.live += size
         self.peak = max(self.peak, self.live)
+
+
+def device_bytes(device: int) -> int:
+    """Bytes in use on a GPU as NVML has it: of all processes, with CUDA's own."""
+    return torch.cuda.device_memory_used(device)
+
+
+class DevicePeak:
+    """The most `device_bytes` while it is entered, of samples that a thread takes.
+
+    Args:
+        device: this rank's GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.peak = 0
+        self._device = device.index
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> "DevicePeak":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.peak = max(self.peak, device_bytes(self._device))  # the allocator has given nothing back yet
+
+    def _sample(self) -> None:
+        while not self._ended.wait(_SAMPLE_SECONDS):
+            self.peak = max(self.peak, device_bytes(self._device))
 
 
 class StepMeter:
