@@ -26,7 +26,7 @@ from megatron.core import parallel_state
 
 from megatron_longstraw.compare import Step, run_step
 from megatron_longstraw.config import ConfigError, RunConfig
-from megatron_longstraw.flops import flop_counter, uncounted
+from megatron_longstraw.flops import FlopCounter, uncounted
 from megatron_longstraw.measure import PHASES, DevicePeak, PeakBytes
 from megatron_longstraw.models import transformer_config
 from megatron_longstraw.models.backend import resolve_backend
@@ -141,14 +141,14 @@ def _measurements(
         yield _fastest([_times(step(*whole), device) for _ in range(options.repeats)], options, ranks_of_groups)
     counter = None
     if not options.probe and uncounted(transformer_config(run), resolve_backend(run.model.backend)[1]) is None:
-        counter = flop_counter()
+        counter = FlopCounter()
     if cuda and counter is None:
         return
     step(*whole, _both(contextlib.nullcontext() if cuda else memory, counter or contextlib.nullcontext()))
     if not cuda:
         yield _integers(largest({"peak_bytes": memory.peak}, device))
     if counter is not None:
-        flops = torch.tensor(counter.get_total_flops(), dtype=torch.int64, device=device)
+        flops = torch.tensor(counter.total, dtype=torch.int64, device=device)
         dist.all_reduce(flops)
         yield {"flops": int(flops)}
 

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of what runs, by torch's FlopCounterMode.
+"""Counts the floating-point operations of what runs, by the formulas of torch's FlopCounterMode.
 
 A multiplication and an addition are two. What counts is what runs, recomputation included: matrix products and
 convolutions (torch's own formulas) and flash attention, for which torch's formula knows neither fewer KV heads
@@ -14,15 +14,32 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 _aten = torch.ops.aten
 _Shape = Sequence[int]
 
 
-def flop_counter() -> FlopCounterMode:
-    """A context in which operations are counted; ``get_total_flops()`` is this rank's number."""
-    return FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+class FlopCounter(TorchDispatchMode):
+    """Counts this rank's operations while it is entered, in `total`.
+
+    FlopCounterMode itself, which tells them module by module, hooks every output of a module and so keeps graphs
+    alive that would be gone: peak bytes double under it, and what fits without it may not fit with it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+        self._formulas = FlopCounterMode(display=False, custom_mapping=_FORMULAS).flop_registry
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        formula = self._formulas.get(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **kwargs, out_val=out)
+        return out
 
 
 def uncounted(config: Any, backend: str) -> str | None:
