@@ -30,7 +30,7 @@ def draw(rows: Sequence[Row], output: Path) -> list[Path]:
         same = [row for row in rows if row["response_tokens"] == response_tokens]
         prompts = sorted({row["prompt_tokens"] for row in same})
         most = max(row["responses"] for row in same)
-        figure = Figure(figsize=(4.2 * (len(prompts) + 1), 7.5), layout="constrained")
+        figure = Figure(figsize=(4.2 * (len(prompts) + 1), 8), layout="constrained")
         axes = figure.subplots(2, len(prompts) + 1, squeeze=False)
         for column, prompt in enumerate(prompts):
             of_prompt = [row for row in same if row["prompt_tokens"] == prompt]
@@ -39,7 +39,8 @@ def draw(rows: Sequence[Row], output: Path) -> list[Path]:
         _column(axes[:, -1], of_most, rows, "prompt_tokens", "P", f"G = {most}")
         for axis in axes[:, -1]:
             axis.set_xscale("log", base=2)
-        axes[0, 0].legend(fontsize="small")
+            axis.set_xticks(prompts, [f"{prompt:,}" for prompt in prompts])
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
         first = same[0]
         figure.suptitle(
             f"{first['architecture']}, {first['dtype']}, {first['ranks']} ranks (tp {first['tp']} x pp {first['pp']}), "
@@ -67,6 +68,7 @@ def _column(axes: Any, some: Sequence[Row], rows: Sequence[Row], x: str, label: 
             time.plot(*zip(*there, strict=True), color=_COLOURS[mode], linestyle=":", label=f"{mode}: FLOP bound")
     time.set_title(title)
     for axis, name in ((time, "seconds"), (memory, "peak GiB of a rank")):
+        axis.set_xticks(sorted({row[x] for row in some}))
         axis.set_xlabel(label)
         axis.set_ylabel(name)
         axis.set_ylim(bottom=0)

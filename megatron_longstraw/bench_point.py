@@ -3,7 +3,7 @@
 A group of random ids goes through `megatron_longstraw.compare.run_step`: forward, backward and the reduction of
 gradients, without an optimizer step, which is the same in every mode. In order:
 
-1. One group with a tiny prompt, unmeasured, so that caches and communicators are there.
+1. One response to a short prompt, unmeasured, so that caches, kernels and communicators are there.
 2. The timed steps.
 3. Bytes and FLOPs in a step of their own, as counting slows a step: on a GPU bytes come from the timed steps, as
    the allocator counts anyway.
@@ -34,6 +34,7 @@ from megatron_longstraw.rollouts import Response, RolloutGroup
 from megatron_longstraw.trainer import build_ddp_model, largest, persistent_tensors
 
 _WARM_UP_TOKENS = 64
+"""Of the unmeasured prompt; on a GPU after a whole prompt chunk, whose kernels may differ from those of few tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,8 @@ def _measurements(
         recompute = options.mode != "stock-no-recompute"
         return run_step(name, model, groups, run, device, recompute=recompute, within=within)
 
-    step(min(_WARM_UP_TOKENS, options.prompt_tokens), 1)
+    tiny = _WARM_UP_TOKENS + (run.schedule.prompt_chunk_tokens if cuda else 0)
+    step(min(tiny, options.prompt_tokens), 1)
     whole = options.prompt_tokens, options.responses
     if cuda:
         torch.cuda.empty_cache()

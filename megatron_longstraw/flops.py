@@ -1,13 +1,13 @@
 """Counts the floating-point operations of what runs, by the formulas of torch's FlopCounterMode.
 
 A multiplication and an addition are two. What counts is what runs, recomputation included: matrix products and
-convolutions (torch's own formulas) and flash attention, for which torch's formula knows neither fewer KV heads
-than query heads, nor causality, nor the CPU's operator; ours are below. Attention over n pairs of a query and a key
+convolutions (torch's own formulas; ours for a product that is added in place) and flash attention, for which torch's
+formula knows neither fewer KV heads than query heads, nor causality, nor the CPU's operator; ours is below. Attention over n pairs of a query and a key
 that it may see costs 2n(D + E) forward and 2n(3D + 2E) backward per head, for keys of D and values of E numbers:
 causal attention of a segment over itself has T(T + 1)/2 pairs, about half of T x T. Pointwise work is not counted.
 
 What torch's dispatcher does not see is not counted either: the products of Transformer Engine, the delta rule of
-flash-linear-attention, and Megatron's fused accumulation of weight gradients. `uncounted` says which a model has.
+flash-linear-attention, grouped products of experts, and Megatron's fused accumulation of weight gradients. `uncounted` says which a model has.
 """
 
 from collections.abc import Sequence
@@ -53,6 +53,8 @@ def uncounted(config: Any, backend: str) -> str | None:
         return "Transformer Engine's products"
     if config.experimental_attention_variant == "gated_delta_net" and not config.deterministic_mode:
         return "flash-linear-attention's delta rule"
+    if config.num_moe_experts and config.moe_grouped_gemm:
+        return "grouped products of experts"
     if config.gradient_accumulation_fusion:
         return "Megatron's fused accumulation of weight gradients"
     return None
@@ -86,7 +88,12 @@ def _cuda_backward(dout: _Shape, query: _Shape, key: _Shape, value: _Shape, *oth
     return _backward(query, key, value, causal)
 
 
+def _in_place_product(total: _Shape, left: _Shape, right: _Shape, **_: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
 _FORMULAS = {
+    _aten.addmm_: _in_place_product,
     _aten._scaled_dot_product_flash_attention_for_cpu: _forward,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_backward,
     _aten._scaled_dot_product_flash_attention: _forward,
