@@ -152,7 +152,7 @@ def longest(sweep: Sweep, measure: Callable[..., dict[str, Any]] | None = None) 
             table.add(point, row)
             print("  " + _line(row), flush=True)
         error = table.rows[point]["error"]
-        if error and not error.startswith("OutOfMemory"):
+        if error and not _out_of_memory(error):
             raise ConfigError(f"{point}: can't tell whether it fits: {error}; see {sweep.output / 'logs'}")
         return not error
 
@@ -163,6 +163,10 @@ def longest(sweep: Sweep, measure: Callable[..., dict[str, Any]] | None = None) 
         found[mode] = chunks * chunk, over * chunk
     print("\n".join(["", *_longest_lines(sweep, found), f"wrote {table.path}"]), flush=True)
     return found
+
+
+def _out_of_memory(error: str) -> bool:
+    return error.startswith("OutOfMemory") or any(text in error for text in ("out of memory", "_ALLOC_FAILED"))
 
 
 def bisect(fits: Callable[[int], bool], start: int) -> tuple[int, int]:

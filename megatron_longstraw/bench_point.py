@@ -69,10 +69,10 @@ def measure_point(
         device: this rank's.
         result: the file.
         device_bytes_before: what `megatron_longstraw.measure.device_bytes` said before this process had a context on
-            the device; None on the CPU.
+            the device; on the CPU, or where NVML can't be asked, None.
 
     Raises:
-        ConfigError: the memory limit can't be set; on every rank.
+        ConfigError: the memory limit can't be set.
     """
     row: dict[str, Any] = {}
     for part in _measurements(run, options, device, device_bytes_before):
@@ -136,9 +136,10 @@ def _measurements(
         torch.cuda.empty_cache()
         with DevicePeak(device) as on_device:
             times = [_times(step(*whole, memory), device) for _ in range(options.repeats)]
-        assert device_bytes_before is not None
-        peaks: dict[str, float] = {"peak_bytes": memory.peak, "nvml_bytes": on_device.peak - device_bytes_before}
-        yield _fastest(times, options, ranks_of_groups) | _integers(largest(peaks, device))
+        yield _fastest(times, options, ranks_of_groups)
+        yield _integers(largest({"peak_bytes": memory.peak}, device))
+        if device_bytes_before is not None:
+            yield _integers(largest({"nvml_bytes": on_device.peak - device_bytes_before}, device))
     elif not options.probe:
         yield _fastest([_times(step(*whole), device) for _ in range(options.repeats)], options, ranks_of_groups)
     counter = None

@@ -1,13 +1,15 @@
 """Counts the floating-point operations of what runs, by the formulas of torch's FlopCounterMode.
 
 A multiplication and an addition are two. What counts is what runs, recomputation included: matrix products and
-convolutions (torch's own formulas; ours for a product that is added in place) and flash attention, for which torch's
-formula knows neither fewer KV heads than query heads, nor causality, nor the CPU's operator; ours is below. Attention over n pairs of a query and a key
-that it may see costs 2n(D + E) forward and 2n(3D + 2E) backward per head, for keys of D and values of E numbers:
-causal attention of a segment over itself has T(T + 1)/2 pairs, about half of T x T. Pointwise work is not counted.
+convolutions (torch's own formulas; ours for a product that is added in place) and flash attention, for which
+torch's formula knows neither fewer KV heads than query heads, nor causality, nor the CPU's operator; ours is below.
+Attention over n pairs of a query and a key that it may see costs 2n(D + E) forward and 2n(3D + 2E) backward per head,
+for keys of D and values of E numbers: causal attention of a segment over itself has T(T + 1)/2 pairs, about half of
+T x T. Pointwise work is not counted.
 
 What torch's dispatcher does not see is not counted either: the products of Transformer Engine, the delta rule of
-flash-linear-attention, grouped products of experts, and Megatron's fused accumulation of weight gradients. `uncounted` says which a model has.
+flash-linear-attention, grouped products of experts, and Megatron's fused accumulation of weight gradients.
+`uncounted` says which of them a model has.
 """
 
 from collections.abc import Sequence

@@ -102,13 +102,18 @@ class _LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
-def device_bytes(device: int) -> int:
-    """Bytes in use on a GPU as NVML has it: of all processes, with CUDA's own."""
-    return torch.cuda.device_memory_used(device)
+def device_bytes(device: int) -> int | None:
+    """Bytes in use on a GPU as NVML has it: of all processes, with CUDA's own. None where NVML can't be asked."""
+    import pynvml
+
+    try:
+        return torch.cuda.device_memory_used(device)
+    except (RuntimeError, pynvml.NVMLError):  # no NVML in a container, or no right to ask about a shared GPU
+        return None
 
 
 class DevicePeak:
-    """The most `device_bytes` while it is entered, of samples that a thread takes.
+    """The most `device_bytes` while it is entered, of samples that a thread takes; 0 where there are none.
 
     Args:
         device: this rank's GPU.
@@ -127,11 +132,14 @@ class DevicePeak:
     def __exit__(self, *error: Any) -> None:
         self._ended.set()
         self._thread.join()
-        self.peak = max(self.peak, device_bytes(self._device))  # the allocator has given nothing back yet
+        self._take()  # the allocator has given nothing back yet
 
     def _sample(self) -> None:
         while not self._ended.wait(_SAMPLE_SECONDS):
-            self.peak = max(self.peak, device_bytes(self._device))
+            self._take()
+
+    def _take(self) -> None:
+        self.peak = max(self.peak, device_bytes(self._device) or 0)
 
 
 class StepMeter:
