@@ -439,5 +439,6 @@ def _line(row: Row) -> str:
 
 
 def _shown(value: float | None, form: str) -> str:
-    width = form.partition(".")[0].rstrip(",")
-    return f"{value:{form}}" if value is not None else f"{'-':>{width or 1}}"
+    if value is not None:
+        return f"{value:{form}}"
+    return "-".rjust(int(form.partition(".")[0].strip("+,") or 1))
