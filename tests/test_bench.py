@@ -208,7 +208,6 @@ def test_bad_options_are_one_error(
 
 
 def test_a_sweep_of_two_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On one rank; a third point, which can't be built, ends the sweep with what Megatron says."""
     small = ["--set", "model.transformer.num_layers=2", "--set", "schedule.prompt_chunk_tokens=16", "--tp", 1]
     options = [
         "--ranks",
