@@ -1,4 +1,4 @@
-"""The command line: ``train`` and ``compare`` under torchrun, ``demo`` by itself.
+"""The command line: ``train`` and ``compare`` under torchrun, ``demo`` and ``bench`` by themselves.
 
 A mistake of the user's ends every rank with exit status 2 and one line that says what to change.
 """
@@ -7,17 +7,22 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_longstraw.bench import MODES, Point, Sweep, bench, longest, tell_failure
+from megatron_longstraw.bench_plot import draw
 from megatron_longstraw.config import ConfigError, RunConfig, load_config, parse_override
 
 _USAGE = """\
 torchrun --nproc-per-node N -m megatron_longstraw train --config FILE --rollouts FILE --output DIR
        torchrun --nproc-per-node N -m megatron_longstraw compare --config FILE --rollouts FILE --json OUT
-       longstraw demo"""
+       longstraw demo
+       longstraw bench --ranks N --config FILE --output DIR --prompt-tokens 8192,32768 --responses 2,8,16"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -39,16 +44,18 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train over a rollout file (under torchrun)")
     _add_run_options(train)
+    _add_rollout_options(train)
     train.add_argument("--output", type=Path, required=True, help="folder for metrics.jsonl and weights/")
     train.add_argument("--steps", type=_positive, help="optimizer steps (default: once through the file)")
     train.set_defaults(run=_train)
 
     compare = commands.add_parser("compare", help="the same groups by the stock schedule and by ours (under torchrun)")
     _add_run_options(compare)
+    _add_rollout_options(compare)
     compare.add_argument("--json", type=Path, required=True, help="where the result goes")
     compare.add_argument("--limit", type=_positive, help="compare the first so many groups")
     compare.add_argument("--prompt-gradient", choices=["exact", "detached"], help="schedule.prompt_gradient")
-    compare.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], help="dtype")
+    _add_dtype_option(compare)
     compare.add_argument(
         "--stock-attention",
         choices=["longstraw", "megatron"],
@@ -60,14 +67,36 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="train and compare on English text, on two CPU ranks of this machine")
     demo.add_argument("--output", type=Path, help="keep the demo's files here (default: a temporary folder)")
     demo.set_defaults(run=_demo)
+
+    bench = commands.add_parser("bench", help="time and memory over prompt length, response length, G and mode")
+    _add_run_options(bench)
+    _add_dtype_option(bench)
+    bench.add_argument("--ranks", type=_positive, required=True, help="ranks of this machine that each point gets")
+    bench.add_argument("--prompt-tokens", type=_positives, required=True, metavar="P,P,...", help="prompt lengths")
+    bench.add_argument("--response-tokens", type=_positives, default=[128], metavar="R,R,...", help="default: 128")
+    bench.add_argument("--responses", type=_positives, default=[2], metavar="G,G,...", help="per group; default: 2")
+    bench.add_argument("--modes", type=_modes, default=list(MODES), metavar="M,M,...", help=", ".join(MODES))
+    bench.add_argument("--repeats", type=_positive, default=1, help="timed steps of a point; the fastest counts")
+    bench.add_argument("--longest", action="store_true", help="instead: find the longest prompt that fits, from P on")
+    bench.add_argument("--memory-limit-gib", type=_above_zero, metavar="X", help="of a rank, with --longest")
+    bench.add_argument("--output", type=Path, required=True, help="folder for points.csv and pictures")
+    bench.set_defaults(run=_bench)
+
+    point = commands.add_parser("bench-point")  # what bench starts under torchrun; no help, so not listed
+    _add_run_options(point)
+    point.add_argument("--result", type=Path, required=True)
+    point.add_argument("--mode", choices=MODES, required=True)
+    for name in ("prompt-tokens", "response-tokens", "responses", "repeats"):
+        point.add_argument(f"--{name}", type=_positive, required=True)
+    point.add_argument("--probe", action="store_true")
+    point.add_argument("--memory-limit-gib", type=_above_zero)
+    point.set_defaults(run=_bench_point)
     return parser
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, required=True, help="run configuration (YAML)")
-    parser.add_argument("--rollouts", type=Path, required=True, help="rollout groups (JSONL)")
     parser.add_argument("--seed", type=int, help="seed")
-    parser.add_argument("--max-prompt-tokens", type=_positive, metavar="N", help="keep the last N tokens of prompts")
     for name in ("tp", "pp", "vpp", "ep"):
         parser.add_argument(f"--{name}", type=_positive, metavar="N", help=f"parallel.{name}")
     parser.add_argument(
@@ -75,10 +104,43 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_rollout_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rollouts", type=Path, required=True, help="rollout groups (JSONL)")
+    parser.add_argument("--max-prompt-tokens", type=_positive, metavar="N", help="keep the last N tokens of prompts")
+
+
+def _add_dtype_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], help="dtype")
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"needs an integer >= 1, got {text!r}")
     return int(text)
+
+
+def _positives(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) >= 1 for part in parts) or len(set(map(int, parts))) < len(parts):
+        raise argparse.ArgumentTypeError(f"needs different integers >= 1 with commas between, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def _modes(text: str) -> list[str]:
+    parts = text.split(",")
+    if not set(parts) <= set(MODES) or len(set(parts)) < len(parts):
+        raise argparse.ArgumentTypeError(f"needs some of {','.join(MODES)} with commas between, got {text!r}")
+    return parts
+
+
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"needs a number > 0, got {text!r}")
+    return value
 
 
 _OVERRIDES = {
@@ -196,6 +258,72 @@ def _demo(options: argparse.Namespace) -> int:
     from megatron_longstraw.demo import demo
 
     return demo(options.output)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    run = _load(options)
+    sweep = Sweep(
+        run=run,
+        ranks=options.ranks,
+        output=options.output,
+        prompt_tokens=options.prompt_tokens,
+        response_tokens=options.response_tokens,
+        responses=options.responses,
+        modes=options.modes,
+        repeats=options.repeats,
+        memory_limit_gib=options.memory_limit_gib,
+    )
+    _check_bench(options)
+    import torch
+
+    from megatron_longstraw.distributed import check_world_size
+
+    check_world_size(run.parallel, options.ranks)
+    gpus = torch.cuda.device_count()
+    if gpus and options.ranks > gpus:
+        raise ConfigError(f"--ranks {options.ranks}: this machine has {gpus} GPUs; needs at most one rank a GPU")
+    if not options.longest:
+        rows = bench(sweep)
+        print(*(f"wrote {path}" for path in draw(rows, options.output)), sep="\n", flush=True)
+        return 0
+    if not gpus and options.memory_limit_gib is None:
+        raise ConfigError("--longest on the CPU needs --memory-limit-gib: counted bytes are held against it")
+    longest(sweep)
+    return 0
+
+
+def _check_bench(options: argparse.Namespace) -> None:
+    if not options.longest:
+        if options.memory_limit_gib is not None:
+            raise ConfigError("--memory-limit-gib needs --longest")
+        return
+    for name in ("prompt_tokens", "response_tokens", "responses"):
+        values = getattr(options, name)
+        if len(values) > 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {values}: --longest takes one number")
+
+
+def _bench_point(options: argparse.Namespace) -> int:
+    try:
+        # what other processes have of the GPU: to be asked before this one has a context there
+        import torch
+
+        from megatron_longstraw.measure import device_bytes
+
+        before = device_bytes(int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else None
+        run, device = _start(options)
+        from megatron_longstraw.bench_point import PointOptions, measure_point
+
+        shape = {name: getattr(options, name) for name in Point._fields}
+        point = PointOptions(
+            **shape, repeats=options.repeats, probe=options.probe, memory_limit_gib=options.memory_limit_gib
+        )
+        measure_point(run, point, device, options.result, before)
+    except Exception as error:
+        if not isinstance(error, _peer_errors()):  # the rank that failed tells
+            tell_failure(options.result, error)
+        raise
+    return _leave(0)
 
 
 def _leave(status: int) -> int:

@@ -60,25 +60,38 @@ GATES = {
 }
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of one schedule on this rank.
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Forward and backward of a global batch by one schedule, on this rank.
 
     Attributes:
-        gradients: name in the whole model -> gradient on this rank, on the CPU.
         reports: what the last stage reported of each response.
         loss: of the objective, over all ranks.
-        peak_bytes: the most bytes of tensors on this rank.
         seconds: by phase, and "all".
+        state_bytes: of the prompt's state; 0 for the stock schedule.
+        state_gradient_bytes: of its gradient.
         expert_bias: name in the whole model -> the routers' bias that the step would leave, on the CPU.
     """
 
-    gradients: dict[str, Tensor]
     reports: list[dict[str, Tensor]]
     loss: float
-    peak_bytes: int
     seconds: dict[str, float]
+    state_bytes: int
+    state_gradient_bytes: int
     expert_bias: dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Step):
+    """A step with what a comparison is made of.
+
+    Attributes:
+        gradients: name in the whole model -> gradient on this rank, on the CPU.
+        peak_bytes: the most bytes of tensors on this rank.
+    """
+
+    gradients: dict[str, Tensor]
+    peak_bytes: int
 
 
 def run_schedule(
@@ -87,15 +100,34 @@ def run_schedule(
     groups: Sequence[RolloutGroup],
     run: RunConfig,
     device: torch.device,
-    on_choice: Callable[..., Tensor] | None = None,
+    *,
+    recompute: bool = True,
 ) -> Run:
+    """`run_step` with its gradients and its peak bytes; takes the same arguments."""
+    memory = PeakBytes(persistent_tensors(model))
+    step = run_step(name, model, groups, run, device, recompute=recompute, within=memory)
+    gradients = {p.name: p.parameter.main_grad.detach().cpu().clone() for p in named_parameters(unwrapped(model))}  # type: ignore[attr-defined]
+    return Run(**vars(step), gradients=gradients, peak_bytes=memory.peak)
+
+
+def run_step(
+    name: str,
+    model: Sequence[Any],
+    groups: Sequence[RolloutGroup],
+    run: RunConfig,
+    device: torch.device,
+    *,
+    recompute: bool = True,
+    within: contextlib.AbstractContextManager[Any] | None = None,
+) -> Step:
     """Loss and gradients of a global batch by one schedule, from the weights as they are; expert biases stay, too.
 
     Args:
         name: "stock" or "longstraw".
         model: of `build_ddp_model`; its gradient buffers are overwritten.
         groups: the global batch; every rank gives the same.
-        on_choice: `IndexChoices.record` or `.replay`.
+        recompute: of the stock schedule; ours has schedule.recompute.
+        within: is entered for forward and backward, and for nothing else: what counts bytes, for example.
     """
     mine = prompt_groups(groups, run, device)
     meter = StepMeter(mine, screen_of(dist.get_rank()))
@@ -109,12 +141,15 @@ def run_schedule(
     start = time.perf_counter()
     # Megatron's casts to float32 would be the floor of a comparison in float64
     precision = keep_float64() if run.dtype == "float64" else contextlib.nullcontext()
-    runtime = unwrapped(model)[0].runtime
-    runtime.on_choice = on_choice
-    with precision, PeakBytes(persistent_tensors(model)) as memory:
+    with precision, within or contextlib.nullcontext():
         if name == "stock":
             reports = stock_forward_backward(
-                forward_step_func=forward_step, groups=mine, model=model, observer=meter, force_all_reduce=True
+                forward_step_func=forward_step,
+                groups=mine,
+                model=model,
+                recompute=recompute,
+                observer=meter,
+                force_all_reduce=True,
             )
         else:
             reports = forward_backward(
@@ -127,13 +162,18 @@ def run_schedule(
                 force_all_reduce=True,  # else each data-parallel rank has a part of the sum only
             )
         meter.close()
-    runtime.on_choice = None
     seconds = {**meter.seconds, "all": time.perf_counter() - start}
-    gradients = {p.name: p.parameter.main_grad.detach().cpu().clone() for p in named_parameters(unwrapped(model))}  # type: ignore[attr-defined]
     after = {name: bias.cpu().clone() for name, bias in biases.items()}
     for name, bias in biases.items():
         bias.copy_(before[name])
-    return Run(gradients, reports, summed_reports(reports, device)["loss"], memory.peak, seconds, after)
+    return Step(
+        reports=reports,
+        loss=summed_reports(reports, device)["loss"],
+        seconds=seconds,
+        state_bytes=meter.state_bytes,
+        state_gradient_bytes=meter.state_gradient_bytes,
+        expert_bias=after,
+    )
 
 
 def compare_gradients(ours: dict[str, Tensor], stock: dict[str, Tensor], gate: Gate) -> dict[str, Any]:
@@ -187,9 +227,14 @@ def run_both(
 
     The last is {"queries", "different", "largest_gap"} of `IndexChoices`; zeros for a model without sparse attention.
     """
-    choices = IndexChoices()
-    ours = run_schedule("longstraw", model, groups, run, device, choices.record)
-    stock = run_schedule("stock", model, groups, run, device, choices.replay)
+    choices, runtime = IndexChoices(), unwrapped(model)[0].runtime
+    try:
+        runtime.on_choice = choices.record
+        ours = run_schedule("longstraw", model, groups, run, device)
+        runtime.on_choice = choices.replay
+        stock = run_schedule("stock", model, groups, run, device)
+    finally:
+        runtime.on_choice = None
     everyone: list[Any] = [None] * dist.get_world_size()
     first_of_tp = parallel_state.get_tensor_model_parallel_rank() == 0  # the others have the same choices
     mine = (choices.queries, choices.different) if first_of_tp else (0, 0)

@@ -1,6 +1,7 @@
 """Measures a step: peak bytes of tensors, seconds per phase, and shows its progress."""
 
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -26,6 +27,9 @@ _PHASES = {
 _MOMENT = 1e-3  # seconds
 PHASES = ("capture", "replay", "prompt_backward")
 """The phases of our schedule, by the names that seconds go by."""
+
+
+_SAMPLE_SECONDS = 0.05
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -101,6 +105,46 @@ class _LiveBytes(TorchDispatchMode):
             # interpreter's lock for it: without this a peak is now and then one collective's input too high
             time.sleep(_MOMENT)
             self.peak = max(self.peak, self.live)
+
+
+def device_bytes(device: int) -> int | None:
+    """Bytes in use on a GPU as NVML has it: of all processes, with CUDA's own. None where NVML can't be asked."""
+    import pynvml
+
+    try:
+        return torch.cuda.device_memory_used(device)
+    except (RuntimeError, pynvml.NVMLError):  # no NVML in a container, or no right to ask about a shared GPU
+        return None
+
+
+class DevicePeak:
+    """The most `device_bytes` while it is entered, of samples that a thread takes; 0 where there are none.
+
+    Args:
+        device: this rank's GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.peak = 0
+        self._device = device.index
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> "DevicePeak":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._take()  # the allocator has given nothing back yet
+
+    def _sample(self) -> None:
+        while not self._ended.wait(_SAMPLE_SECONDS):
+            self._take()
+
+    def _take(self) -> None:
+        self.peak = max(self.peak, device_bytes(self._device) or 0)
 
 
 class StepMeter:
