@@ -76,6 +76,7 @@ class Sweep:
         output: the folder.
         prompt_tokens, response_tokens, responses, modes: each point is one of each.
         repeats: timed steps of a point; the fastest counts.
+        flops: whether to count FLOPs, in a step of their own.
         memory_limit_gib: of a rank, for `longest`.
     """
 
@@ -87,6 +88,7 @@ class Sweep:
     responses: Sequence[int]
     modes: Sequence[str]
     repeats: int = 1
+    flops: bool = True
     memory_limit_gib: float | None = None
 
     def points(self) -> list[Point]:
@@ -299,6 +301,7 @@ def measure_in_fresh_ranks(sweep: Sweep, point: Point, *, probe: bool) -> dict[s
     command += ["--result", str(result), "--repeats", str(sweep.repeats), "--mode", point.mode]
     for key in _KEYS[1:]:
         command += ["--" + key.replace("_", "-"), str(getattr(point, key))]
+    command += [] if sweep.flops else ["--no-flops"]
     if probe:
         command += ["--probe"]
         command += [] if sweep.memory_limit_gib is None else ["--memory-limit-gib", str(sweep.memory_limit_gib)]

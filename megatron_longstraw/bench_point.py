@@ -45,6 +45,7 @@ class PointOptions:
         mode: "stock" (with full recomputation), "stock-no-recompute", "detached" or "exact".
         prompt_tokens, response_tokens, responses: of each group; every data-parallel rank has one.
         repeats: timed steps; the fastest counts.
+        flops: whether to count FLOPs.
         probe: one step, for its bytes only.
         memory_limit_gib: what CUDA's allocator may take; on the CPU, what the counted bytes may be.
     """
@@ -54,6 +55,7 @@ class PointOptions:
     response_tokens: int
     responses: int
     repeats: int = 1
+    flops: bool = True
     probe: bool = False
     memory_limit_gib: float | None = None
 
@@ -143,7 +145,8 @@ def _measurements(
     elif not options.probe:
         yield _fastest([_times(step(*whole), device) for _ in range(options.repeats)], options, ranks_of_groups)
     counter = None
-    if not options.probe and uncounted(transformer_config(run), resolve_backend(run.model.backend)[1]) is None:
+    wanted = options.flops and not options.probe
+    if wanted and uncounted(transformer_config(run), resolve_backend(run.model.backend)[1]) is None:
         counter = FlopCounter()
     if cuda and counter is None:
         return

@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--responses", type=_positives, default=[2], metavar="G,G,...", help="per group; default: 2")
     bench.add_argument("--modes", type=_modes, default=list(MODES), metavar="M,M,...", help=", ".join(MODES))
     bench.add_argument("--repeats", type=_positive, default=1, help="timed steps of a point; the fastest counts")
+    bench.add_argument("--no-flops", action="store_true", help="don't count FLOPs, which takes a step a point")
     bench.add_argument("--longest", action="store_true", help="instead: find the longest prompt that fits, from P on")
     bench.add_argument("--memory-limit-gib", type=_above_zero, metavar="X", help="of a rank, with --longest")
     bench.add_argument("--output", type=Path, required=True, help="folder for points.csv and pictures")
@@ -89,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("prompt-tokens", "response-tokens", "responses", "repeats"):
         point.add_argument(f"--{name}", type=_positive, required=True)
     point.add_argument("--probe", action="store_true")
+    point.add_argument("--no-flops", action="store_true")
     point.add_argument("--memory-limit-gib", type=_above_zero)
     point.set_defaults(run=_bench_point)
     return parser
@@ -271,6 +273,7 @@ def _bench(options: argparse.Namespace) -> int:
         responses=options.responses,
         modes=options.modes,
         repeats=options.repeats,
+        flops=not options.no_flops,
         memory_limit_gib=options.memory_limit_gib,
     )
     _check_bench(options)
@@ -316,7 +319,11 @@ def _bench_point(options: argparse.Namespace) -> int:
 
         shape = {name: getattr(options, name) for name in Point._fields}
         point = PointOptions(
-            **shape, repeats=options.repeats, probe=options.probe, memory_limit_gib=options.memory_limit_gib
+            **shape,
+            repeats=options.repeats,
+            flops=not options.no_flops,
+            probe=options.probe,
+            memory_limit_gib=options.memory_limit_gib,
         )
         measure_point(run, point, device, options.result, before)
     except Exception as error:
