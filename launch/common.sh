@@ -121,13 +121,14 @@ make_command() {
 run_command() {
     setsid "${command[@]}" &
     torchrun=$!
-    trap 'pkill -INT -P "$torchrun" || true' INT
-    trap 'pkill -TERM -P "$torchrun" || true' TERM
-    local status=0
+    local status=0 ended=0
+    trap 'ended=130; pkill -INT -P "$torchrun" || true' INT
+    trap 'ended=143; pkill -TERM -P "$torchrun" || true' TERM
     while kill -0 "$torchrun" 2>/dev/null; do
         status=0
         wait "$torchrun" || status=$? # a trap ends it early
     done
+    if [ "$status" -ne 0 ] && [ "$ended" -ne 0 ]; then status=$ended; fi # torchrun has 1 for all
     exit "$status"
 }
 

@@ -27,13 +27,24 @@ PHASES = ("capture", "replay", "prompt_backward")
 """The phases of our schedule, by the names that seconds go by."""
 
 
-class NonFiniteGradientError(RuntimeError):
-    """A step's gradient has NaN or infinity; nothing was updated."""
+_GROUPS_SHOWN = 16
 
-    def __init__(self) -> None:
+
+class NonFiniteGradientError(RuntimeError):
+    """A step's gradient has NaN or infinity; nothing was updated.
+
+    Args:
+        step: counted from 1.
+        group_ids: of the step's groups, over all data-parallel ranks.
+    """
+
+    def __init__(self, step: int, group_ids: Sequence[str]) -> None:
+        shown = ", ".join(group_ids[:_GROUPS_SHOWN])
+        more = f" and {len(group_ids) - _GROUPS_SHOWN} more" if len(group_ids) > _GROUPS_SHOWN else ""
         super().__init__(
-            "the gradient is not finite; the weights before this step are saved: look at the learning rate, and at "
-            "temperature, advantage, old_logprobs and ref_logprobs in the rollouts of this step"
+            f"step {step} (group{'s' if len(group_ids) > 1 else ''} {shown}{more}): the gradient is not finite; the "
+            "weights before this step are saved: look at the learning rate, and at temperature, advantage, "
+            "old_logprobs and ref_logprobs in the rollouts of this step"
         )
 
 

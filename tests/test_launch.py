@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from megatron_longstraw.cli import load_run, make_parser
 from megatron_longstraw.config import RunConfig
+from megatron_longstraw.rollouts import load_tokenizer, read_groups
 from tests.ranks import Layout, Ranks
 from tests.torchrun import ROOT
 
@@ -28,8 +30,8 @@ def _launch(script: str, *arguments: Any, **options: Any) -> subprocess.Complete
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, **options)
 
 
-def _printed(script: str, *arguments: Any) -> list[str]:
-    done = _launch(script, *arguments, "--print")
+def _printed(script: str, *arguments: Any, behind: tuple[str, ...] = ()) -> list[str]:
+    done = _launch(script, *arguments, "--print", "--", *behind)
     assert done.returncode == 0, done.stderr
     return shlex.split(done.stdout)
 
@@ -57,11 +59,11 @@ def _run(arguments: list[str]) -> tuple[RunConfig, Any]:
     return load_run(options), options
 
 
-def _valid(run: RunConfig, world_size: int) -> str:
-    """What each rank checks before it builds anything."""
-    from megatron_longstraw.cli import check_run
+def _layers(run: RunConfig, world_size: int) -> str:
+    """What each rank checks before it builds anything; the layers that the model gets."""
+    from megatron_longstraw.doctor import check_run
 
-    return check_run(run, world_size)
+    return check_run(run, world_size)["layers"]
 
 
 @pytest.mark.parametrize(
@@ -71,17 +73,8 @@ def _valid(run: RunConfig, world_size: int) -> str:
 def test_printed_command_is_valid_at_full_size(
     ranks: Ranks, script: str, world_size: int, layout: dict[str, int]
 ) -> None:
-    command = _printed(
-        script,
-        *INPUT,
-        *SCRIPTS[script],
-        "--weights",
-        "/data/it's: GLM",
-        "--",
-        "--steps",
-        "3",
-        "--prompt-gradient=detached",
-    )
+    input_ = [*INPUT, *SCRIPTS[script], "--weights", "/data/it's: GLM"]
+    command = _printed(script, *input_, behind=("--steps", "3", "--prompt-gradient=detached"))
     torchrun, arguments = _split(command)
     assert int(torchrun["--nnodes"]) * int(torchrun["--nproc-per-node"]) == world_size
     node = ("2", "node0", "1234") if SCRIPTS[script] else ("0", "127.0.0.1", "29500")
@@ -92,7 +85,7 @@ def test_printed_command_is_valid_at_full_size(
     assert run.model.weights == run.data.tokenizer == "/data/it's: GLM"
     assert run.schedule.prompt_gradient == "detached"
     assert {name: getattr(run.parallel, name) for name in layout} == layout
-    assert ranks.run(Layout(), _valid, run, world_size) == ["local"]
+    assert ranks.run(Layout(), _layers, run, world_size) == ["local"]
 
 
 @pytest.mark.parametrize(("model", "script"), [("glm52", "glm52_32gpu.sh"), ("qwen36", "qwen36_8gpu.sh")])
@@ -109,14 +102,13 @@ def test_cpu_smoke_has_the_flags_of_the_big_one(ranks: Ranks, model: str, script
         *smoke_arguments[config + 1 :],
     ]
     run, _ = _run(smoke_arguments)
-    assert ranks.run(Layout(), _valid, run, int(smoke_torchrun["--nproc-per-node"])) == ["local"]
+    assert ranks.run(Layout(), _layers, run, int(smoke_torchrun["--nproc-per-node"])) == ["local"]
 
 
 def test_cpu_smoke_makes_rollouts_that_can_be_read() -> None:
-    from megatron_longstraw.trainer import run_reader
-
     run, options = _run(_split(_printed("cpu_smoke.sh", "glm52"))[1])
-    groups = list(run_reader(run, options.rollouts)())
+    tokenizer, vocab_size = load_tokenizer(run.data.tokenizer), run.model.vocab_size
+    groups = list(read_groups(options.rollouts, tokenizer=tokenizer, vocab_size=vocab_size, temperature=1.0))
     assert [len(group.responses) for group in groups] == [2, 2]
     assert len(groups[0].prompt_ids) > 600
 
@@ -210,18 +202,43 @@ def test_slurm_hands_its_nodes_to_each(tmp_path: Path) -> None:
     assert torchrun["--master-port"] == "20041"
 
 
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["glm52", "qwen36"])
 def test_cpu_smoke_trains(tmp_path: Path, model: str) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     output = tmp_path / "run"
-    done = _launch(
-        "cpu_smoke.sh", model, "--output", output, "--master-port", port, "--python", sys.executable, "--", "--steps", 2
-    )
+    options = ["--output", output, "--master-port", _free_port(), "--python", sys.executable]
+    done = _launch("cpu_smoke.sh", model, *options, "--", "--steps", 2)
     assert done.returncode == 0, done.stderr + done.stdout
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["grad_norm"] > 0 for line in lines)
     assert list((output / "weights").glob("tp01-pp00.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+def test_signal_to_the_script_lets_the_step_end(tmp_path: Path, number: signal.Signals) -> None:
+    """torchrun alone would kill its ranks after 30 seconds; the script sends the signal to them."""
+    output = tmp_path / "run"
+    command = ["bash", LAUNCH / "cpu_smoke.sh", "qwen36", "--output", output, "--master-port", _free_port()]
+    command += ["--python", sys.executable, "--", "--steps", 10000]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(list(map(str, command)), env=environment, **pipes) as script:
+        lines = []
+        for line in script.stdout:
+            lines.append(line)
+            if line.startswith("step 1/"):
+                script.send_signal(number)
+                break
+        out, _ = script.communicate(timeout=300)
+    assert script.returncode == 128 + number
+    steps = len((output / "metrics.jsonl").read_text().splitlines())
+    assert f"{number.name} ended it after step {steps}/10000; wrote {output}/metrics.jsonl" in "".join(lines) + out
+    assert (output / "weights" / "tp01-pp00.safetensors").exists()

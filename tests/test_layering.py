@@ -11,7 +11,7 @@ PACKAGE = Path(megatron_longstraw.__file__).parent
 
 # Modules of one line don't know each other.
 LAYERS = [
-    ["megatron_settings", "pipeline_split"],
+    ["megatron_settings", "pipeline_split", "hooks"],
     ["config"],
     ["cpu_platform", "float64"],
     ["distributed"],
@@ -23,7 +23,7 @@ LAYERS = [
     ["weights"],
     ["trainer"],
     ["compare"],
-    ["demo"],
+    ["doctor", "demo"],
     ["cli"],
     ["__main__"],
 ]

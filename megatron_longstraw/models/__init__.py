@@ -1,6 +1,5 @@
 """Builds the models that the schedule can run, from Megatron's modules."""
 
-import logging
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from megatron_longstraw.models.weight_map import WeightMap
 from megatron_longstraw.prompt_state import Runtime
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-_log = logging.getLogger(__name__)
 _ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
 
@@ -44,9 +42,7 @@ def build_model(run: RunConfig, *, plain_attention: str = "longstraw") -> list[P
         ConfigError: a setting under model.transformer is unknown to Megatron or refused by it.
     """
     config = transformer_config(run)
-    backend, backend_name = resolve_backend(run.model.backend)
-    delta_rule = "torch" if config.deterministic_mode else "flash-linear-attention"
-    _log.info("layer modules: %s%s", backend_name, f", delta rule: {delta_rule}" if _is_recurrent(run) else "")
+    backend, _ = resolve_backend(run.model.backend)
     runtime = Runtime()
     specs = _layer_specs(run, config, backend, runtime, plain_attention)
     chunks = []
@@ -94,8 +90,19 @@ def weight_map(run: RunConfig) -> WeightMap:
     )
 
 
-def _is_recurrent(run: RunConfig) -> bool:
-    return run.model.architecture == "qwen36"
+def chosen_kernels(run: RunConfig) -> dict[str, str]:
+    """What the model of a run is built from on this machine: "layers", and "delta rule" of recurrent layers.
+
+    It needs no process group, so a run can be checked before ranks start.
+
+    Raises:
+        ConfigError: Megatron refuses the settings, or what they ask for can't be used here.
+    """
+    config = transformer_config(run)
+    kernels = {"layers": resolve_backend(run.model.backend)[1]}
+    if run.model.architecture == "qwen36":
+        kernels["delta rule"] = "torch" if config.deterministic_mode else "flash-linear-attention"
+    return kernels
 
 
 def _layer_specs(
