@@ -74,6 +74,7 @@ HOOKS = (
     Hook("tensor_parallel", "gather_from_sequence_parallel_region", "the log-prob head", ("group",)),
     Hook("tensor_parallel", "copy_to_tensor_model_parallel_region", "the log-prob head", ("group",)),
     Hook("tensor_parallel.layers", "ColumnParallelLinear", "a linear layer behind a norm"),
+    Hook("tensor_parallel.layers", "_grad_accum_fusion_available", "gradient_accumulation_fusion of local layers"),
     Hook("tensor_parallel.random", "", "random state"),
     Hook("tensor_parallel.random", "model_parallel_cuda_manual_seed", "random state", ("force_reset_rng",)),
     # CPU ranks

@@ -84,6 +84,10 @@ def test_a_run_that_can_start(ranks: Ranks) -> None:
         (["--config", TINY, "--world-size", "3"], "problem: 3 ranks can't hold parallel.tp=2"),
         (["--config", TINY, "--set", "model.backend=transformer_engine"], "transformer_engine can't be used"),
         (["--config", TINY, "--set", "model.transformer.deterministic_mode=false"], "deterministic_mode=False can't"),
+        (
+            ["--config", TINY, "--set", "model.transformer.gradient_accumulation_fusion=true"],
+            "gradient_accumulation_fusion=True can't be used",
+        ),
         (["--config", TINY, "--world-size", "4", "--nnodes", "3"], "4 ranks can't be spread over 3 nodes evenly"),
         (["--config", TINY, "--set", "data.tokenizer=/nowhere"], "problem: data.tokenizer='/nowhere'"),
         (["--config", TINY, "--set", "model.weights=/nowhere"], "problem: /nowhere"),

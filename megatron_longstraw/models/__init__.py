@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -100,6 +101,11 @@ def chosen_kernels(run: RunConfig) -> dict[str, str]:
     """
     config = transformer_config(run)
     kernels = {"layers": resolve_backend(run.model.backend)[1]}
+    if config.gradient_accumulation_fusion and kernels["layers"] == "local" and not _grad_accum_fusion_available:
+        raise ConfigError(
+            "model.transformer.gradient_accumulation_fusion=True can't be used: local layers need Apex's "
+            "fused_weight_gradient_mlp_cuda, which does not import; leave it unset"
+        )
     if run.model.architecture == "qwen36":
         kernels["delta rule"] = "torch" if config.deterministic_mode else "flash-linear-attention"
     return kernels
