@@ -140,6 +140,8 @@ HOOKS = (
     Hook(_EXPERIMENTAL, "get_dsa_module_spec_for_backend", "latent attention"),
     Hook(_EXPERIMENTAL, "get_moe_layer_pattern", "which layers have experts"),
     Hook("models.gpt.moe_module_specs", "get_moe_module_spec_for_backend", "experts", ("backend", "moe_grouped_gemm")),
+    Hook("transformer.experimental_attention_variant.dsa", "hadamard_transform", "dsa_indexer_rotate_activation"),
+    Hook("transformer.moe.moe_utils", "fused_topk_with_score_function", "moe_router_fusion"),
     Hook("transformer.moe.moe_layer", "MoELayer", "experts", (), ("token_dispatcher", "router")),
     Hook(
         "transformer.moe.router",

@@ -238,8 +238,13 @@ def _split_problem(given: Mapping[str, Any], tp: int) -> str | None:
 
 
 def _index_problem(given: Mapping[str, Any]) -> str | None:
-    width, rotary = given.get("dsa_indexer_head_dim"), given.get("qk_pos_emb_head_dim", 64)
-    if width is not None and width < rotary:
+    for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
+        if name not in given:
+            return f"{name} is missing: architecture glm52 needs it"
+    if given["hidden_size"] < given["num_attention_heads"]:
+        return f"hidden_size={given['hidden_size']}: needs at least num_attention_heads={given['num_attention_heads']}"
+    width, rotary = given["dsa_indexer_head_dim"], given.get("qk_pos_emb_head_dim", 64)
+    if width < rotary:
         return f"dsa_indexer_head_dim={width}: needs at least qk_pos_emb_head_dim={rotary}, as RoPE turns a part of it"
     return None
 

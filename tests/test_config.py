@@ -112,6 +112,8 @@ EXAMPLES = {"glm52": ROOT / "examples" / "glm52" / "tiny.yaml", "qwen36": ROOT /
         ("glm52", {"qk_pos_emb_head_dim": 7}, "qk_pos_emb_head_dim=7: RoPE turns pairs"),
         ("glm52", {"dsa_indexer_head_dim": 6}, "dsa_indexer_head_dim=6: needs at least qk_pos_emb_head_dim=8"),
         ("glm52", {"dsa_indexer_k_norm_epsilon": 0.0}, "dsa_indexer_k_norm_epsilon=0.0: needs a finite number > 0"),
+        ("glm52", {"dsa_indexer_topk": None}, "dsa_indexer_topk is missing: architecture glm52 needs it"),
+        ("glm52", {"hidden_size": 3}, "hidden_size=3: needs at least num_attention_heads=4"),
         ("glm52", {"moe_router_topk": 9}, "moe_router_topk=9: needs at most num_moe_experts=8"),
         ("glm52", {"moe_router_num_groups": 2}, "set both, or neither"),
         ("glm52", {"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "must divide num_moe_experts=8"),

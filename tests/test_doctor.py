@@ -15,6 +15,7 @@ from tests.ranks import Layout, Ranks
 from tests.torchrun import ROOT
 
 PACKAGE = Path(megatron_longstraw.__file__).parent
+GLM52 = str(ROOT / "examples" / "glm52" / "tiny.yaml")
 TINY = str(ROOT / "examples" / "qwen36" / "tiny.yaml")
 
 
@@ -84,10 +85,9 @@ def test_a_run_that_can_start(ranks: Ranks) -> None:
         (["--config", TINY, "--world-size", "3"], "problem: 3 ranks can't hold parallel.tp=2"),
         (["--config", TINY, "--set", "model.backend=transformer_engine"], "transformer_engine can't be used"),
         (["--config", TINY, "--set", "model.transformer.deterministic_mode=false"], "deterministic_mode=False can't"),
-        (
-            ["--config", TINY, "--set", "model.transformer.gradient_accumulation_fusion=true"],
-            "gradient_accumulation_fusion=True can't be used",
-        ),
+        (["--config", TINY, "--set", "model.transformer.gradient_accumulation_fusion=true"], "it needs Apex's"),
+        (["--config", GLM52, "--set", "model.transformer.moe_router_fusion=true"], "Transformer Engine 2.6"),
+        (["--config", GLM52, "--set", "model.transformer.dsa_indexer_rotate_activation=true"], "fast_hadamard"),
         (["--config", TINY, "--world-size", "4", "--nnodes", "3"], "4 ranks can't be spread over 3 nodes evenly"),
         (["--config", TINY, "--set", "data.tokenizer=/nowhere"], "problem: data.tokenizer='/nowhere'"),
         (["--config", TINY, "--set", "model.weights=/nowhere"], "problem: /nowhere"),
@@ -98,6 +98,19 @@ def test_a_run_that_cannot(ranks: Ranks, arguments: list[str], message: str) -> 
     assert status == 1
     assert message in text
     assert "no problem" not in text
+
+
+def test_null_is_as_good_as_absent(ranks: Ranks) -> None:
+    options = [f"--set=model.transformer.{name}=null" for name in ("moe_router_topk", "kv_lora_rank", "v_head_dim")]
+    assert ranks.run(Layout(), _settings_of, options, ("moe_router_topk", "kv_lora_rank")) == [(2, 512)]
+
+
+def _settings_of(options: list[str], names: tuple[str, ...]) -> tuple[Any, ...]:
+    from megatron_longstraw.cli import load_run, make_parser
+    from megatron_longstraw.models import transformer_config
+
+    config = transformer_config(load_run(make_parser().parse_args(["doctor", "--config", GLM52, *options])))
+    return tuple(getattr(config, name) for name in names)
 
 
 def test_settings_need_a_file(ranks: Ranks) -> None:

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
-from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.nn import functional as F
 
+from megatron_longstraw import hooks
 from megatron_longstraw.config import ConfigError, RunConfig
 from megatron_longstraw.models.backend import latent_attention_takes, resolve_backend
 from megatron_longstraw.models.gated_delta_net import resolve_delta_rule
@@ -29,6 +29,21 @@ from megatron_longstraw.models.weight_map import WeightMap
 from megatron_longstraw.prompt_state import Runtime
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+_EXTENSIONS = {
+    "gradient_accumulation_fusion": (
+        *("tensor_parallel.layers", "_grad_accum_fusion_available"),
+        "Apex's fused_weight_gradient_mlp_cuda",
+    ),
+    "moe_router_fusion": (
+        *("transformer.moe.moe_utils", "fused_topk_with_score_function"),
+        "Transformer Engine 2.6 or newer",
+    ),
+    "dsa_indexer_rotate_activation": (
+        *("transformer.experimental_attention_variant.dsa", "hadamard_transform"),
+        "fast_hadamard_transform",
+    ),
+}
+"""Switch of Megatron's -> where Megatron keeps what it found of the package that the switch needs."""
 _ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
 
@@ -101,11 +116,15 @@ def chosen_kernels(run: RunConfig) -> dict[str, str]:
     """
     config = transformer_config(run)
     kernels = {"layers": resolve_backend(run.model.backend)[1]}
-    if config.gradient_accumulation_fusion and kernels["layers"] == "local" and not _grad_accum_fusion_available:
-        raise ConfigError(
-            "model.transformer.gradient_accumulation_fusion=True can't be used: local layers need Apex's "
-            "fused_weight_gradient_mlp_cuda, which does not import; leave it unset"
-        )
+    given = run.model.transformer  # as another architecture's defaults say True too
+    for setting, (module, name, package) in _EXTENSIONS.items():
+        if given.get(setting) and not hooks.value(module, name):
+            raise ConfigError(
+                f"model.transformer.{setting}=True can't be used: it needs {package}, which does not import; "
+                "leave it unset"
+            )
+    if given.get("dsa_indexer_rotate_activation") and run.dtype != "bfloat16":
+        raise ConfigError(f"model.transformer.dsa_indexer_rotate_activation=True needs dtype=bfloat16: got {run.dtype}")
     if run.model.architecture == "qwen36":
         kernels["delta rule"] = "torch" if config.deterministic_mode else "flash-linear-attention"
     return kernels
@@ -155,7 +174,7 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         "batch_p2p_comm": torch.cuda.is_available(),
         "moe_token_dispatcher_type": "alltoall",  # Megatron wants it for variable lengths, also without experts
         **_architecture_settings(run),
-        **run.model.transformer,
+        **{name: value for name, value in run.model.transformer.items() if value is not None},
     }
     dtype = DTYPES[run.dtype]
     settings |= {
