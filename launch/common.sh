@@ -13,7 +13,7 @@ fail() {
 
 usage() {
     cat <<END
-usage: launch/$script --rollouts FILE --output DIR [options] [-- options of longstraw train]
+usage: launch/$script ${model:+glm52|qwen36 }--rollouts FILE --output DIR [options] [-- options of longstraw train]
 
 Trains $config ($layout) on $base_nodes x $ranks ranks, or on a multiple of $base_nodes nodes.
 Run it once on each node; launch/slurm.sh does that under Slurm.

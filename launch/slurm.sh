@@ -15,7 +15,7 @@ fail() {
 }
 
 case ${1:-} in
---help | -h) sed -n 's/^# //p' "${BASH_SOURCE[0]}" && exit 0 ;;
+--help | -h) sed -n '/^set /q; s/^# //p' "${BASH_SOURCE[0]}" && exit 0 ;;
 '') fail "needs a launch script first: sbatch --nodes 4 launch/slurm.sh launch/glm52_32gpu.sh --rollouts ..." ;;
 esac
 target=$1
