@@ -1,4 +1,4 @@
-"""The command line: ``train`` and ``compare`` under torchrun, ``demo`` and ``bench`` by themselves.
+"""The command line: ``train`` and ``compare`` under torchrun; ``doctor``, ``demo`` and ``bench`` by themselves.
 
 A mistake of the user's ends every rank with exit status 2 and one line that says what to change.
 """
@@ -21,13 +21,18 @@ from megatron_longstraw.config import ConfigError, RunConfig, load_config, parse
 _USAGE = """\
 torchrun --nproc-per-node N -m megatron_longstraw train --config FILE --rollouts FILE --output DIR
        torchrun --nproc-per-node N -m megatron_longstraw compare --config FILE --rollouts FILE --json OUT
+       longstraw doctor [--config FILE] [--world-size N]
        longstraw demo
        longstraw bench --ranks N --config FILE --output DIR --prompt-tokens 8192,32768 --responses 2,8,16"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs a command; exits with 0, with 1 where `compare` finds a difference, or with 2 on wrong input."""
-    options = _parser().parse_args(arguments)
+    """Runs a command, and exits.
+
+    With 0; with 1 where `compare` or `doctor` finds a fault; with 2 on wrong input; with 130 or 143 where SIGINT or
+    SIGTERM ended `train` before its last step.
+    """
+    options = make_parser().parse_args(arguments)
     try:
         status = options.run(options)
     except _user_errors() as error:
@@ -38,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(status)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; `run` of what it returns is the command's function."""
     parser = argparse.ArgumentParser(prog="longstraw", usage=_USAGE, description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", prog="longstraw")
 
@@ -54,8 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_rollout_options(compare)
     compare.add_argument("--json", type=Path, required=True, help="where the result goes")
     compare.add_argument("--limit", type=_positive, help="compare the first so many groups")
-    compare.add_argument("--prompt-gradient", choices=["exact", "detached"], help="schedule.prompt_gradient")
-    _add_dtype_option(compare)
     compare.add_argument(
         "--stock-attention",
         choices=["longstraw", "megatron"],
@@ -64,13 +68,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     compare.set_defaults(run=_compare)
 
+    doctor = commands.add_parser("doctor", help="what is installed, what would be used, and whether a run can start")
+    doctor.add_argument("--config", type=Path, help="run configuration (YAML) to check")
+    doctor.add_argument("--world-size", type=_positive, metavar="N", help="its ranks (default: the fewest)")
+    doctor.add_argument("--nnodes", type=_positive, metavar="N", help="nodes like this one that they are spread over")
+    _add_overrides(doctor)
+    doctor.set_defaults(run=_doctor)
+
     demo = commands.add_parser("demo", help="train and compare on English text, on two CPU ranks of this machine")
     demo.add_argument("--output", type=Path, help="keep the demo's files here (default: a temporary folder)")
     demo.set_defaults(run=_demo)
 
     bench = commands.add_parser("bench", help="time and memory over prompt length, response length, G and mode")
     _add_run_options(bench)
-    _add_dtype_option(bench)
     bench.add_argument("--ranks", type=_positive, required=True, help="ranks of this machine that each point gets")
     bench.add_argument("--prompt-tokens", type=_positives, required=True, metavar="P,P,...", help="prompt lengths")
     bench.add_argument("--response-tokens", type=_positives, default=[128], metavar="R,R,...", help="default: 128")
@@ -98,7 +108,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, required=True, help="run configuration (YAML)")
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="seed")
+    parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], help="dtype")
     for name in ("tp", "pp", "vpp", "ep"):
         parser.add_argument(f"--{name}", type=_positive, metavar="N", help=f"parallel.{name}")
     parser.add_argument(
@@ -109,10 +124,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 def _add_rollout_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rollouts", type=Path, required=True, help="rollout groups (JSONL)")
     parser.add_argument("--max-prompt-tokens", type=_positive, metavar="N", help="keep the last N tokens of prompts")
-
-
-def _add_dtype_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], help="dtype")
+    parser.add_argument("--prompt-gradient", choices=["exact", "detached"], help="schedule.prompt_gradient")
 
 
 def _positive(text: str) -> int:
@@ -157,13 +169,15 @@ _OVERRIDES = {
 }
 
 
-def _load(options: argparse.Namespace) -> RunConfig:
-    overrides = [parse_override(text) for text in options.set]
+def load_run(options: argparse.Namespace) -> RunConfig:
+    """The run configuration of a command's options; ConfigError where it can't be used."""
+    overrides, sources = [parse_override(text) for text in options.set], {}
     for option, key in _OVERRIDES.items():
-        value = getattr(options, option, None)
+        value = getattr(options, option)
         if value is not None:
             overrides.append((key, value))
-    return load_config(options.config, overrides)
+            sources[key] = f"--{option.replace('_', '-')}"
+    return load_config(options.config, overrides, sources)
 
 
 def _start(options: argparse.Namespace) -> tuple[RunConfig, Any]:
@@ -171,36 +185,28 @@ def _start(options: argparse.Namespace) -> tuple[RunConfig, Any]:
     import torch.distributed as dist
 
     from megatron_longstraw import distributed
+    from megatron_longstraw.doctor import check_run
 
     distributed.quiet()
     device = distributed.start()
     with distributed.together(ConfigError):
-        run = _load(options)
-        distributed.check_world_size(run.parallel, dist.get_world_size())
-        backend = _check_model(run)
+        run = load_run(options)
+        kernels = check_run(run, dist.get_world_size())
     distributed.initialize_model_parallel(run.parallel)
     if dist.get_rank() == 0:
-        print(_what_runs(run, backend, dist.get_world_size(), dist.get_backend()), flush=True)
+        print(_what_runs(run, kernels, dist.get_world_size(), dist.get_backend()), flush=True)
     return run, device
 
 
-def _check_model(run: RunConfig) -> str:
-    """Which layer backend the model gets; ConfigError where Megatron refuses its settings."""
-    from megatron_longstraw.models import transformer_config
-    from megatron_longstraw.models.backend import resolve_backend
-
-    transformer_config(run)
-    return resolve_backend(run.model.backend)[1]
-
-
-def _what_runs(run: RunConfig, backend: str, ranks: int, transport: str) -> str:
+def _what_runs(run: RunConfig, kernels: dict[str, str], ranks: int, transport: str) -> str:
     parallel = run.parallel
+    backend, delta_rule = kernels["layers"], kernels.get("delta rule")
     interleaved = f" (interleaved x {parallel.vpp})" if parallel.vpp else ""
     untested = " (Megatron's provider; not tested by this project yet)" if backend == "transformer_engine" else ""
     return (
         f"{ranks} ranks ({transport}): tp {parallel.tp} x pp {parallel.pp}{interleaved} "
         f"x dp {ranks // (parallel.tp * parallel.pp)}, ep {parallel.ep}; {run.dtype}; layers: {backend}{untested}; "
-        f"prompt gradient: {run.schedule.prompt_gradient}"
+        f"{f'delta rule: {delta_rule}; ' if delta_rule else ''}prompt gradient: {run.schedule.prompt_gradient}"
     )
 
 
@@ -208,8 +214,8 @@ def _train(options: argparse.Namespace) -> int:
     run, device = _start(options)
     from megatron_longstraw.trainer import train
 
-    train(run, options.rollouts, options.output, options.steps, device)
-    return _leave(0)
+    ended_by = train(run, options.rollouts, options.output, options.steps, device)
+    return _leave(0 if ended_by is None else 128 + ended_by)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -253,7 +259,28 @@ def _check_result_file(options: argparse.Namespace) -> None:
 
 
 def _write_json(path: Path, result: dict[str, Any]) -> None:
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(_finite(result), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """The same with null in place of numbers that are not finite, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    if options.config is None and (options.set or any(getattr(options, name) is not None for name in _OVERRIDES)):
+        raise ConfigError("doctor: settings change what --config FILE says; name the file")
+    from megatron_longstraw.distributed import quiet
+
+    quiet()
+    from megatron_longstraw.doctor import doctor
+
+    load = None if options.config is None else lambda: load_run(options)
+    return doctor(load, options.world_size, options.nnodes)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -263,7 +290,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    run = _load(options)
+    run = load_run(options)
     sweep = Sweep(
         run=run,
         ranks=options.ranks,

@@ -185,7 +185,7 @@ def compare_gradients(ours: dict[str, Tensor], stock: dict[str, Tensor], gate: G
 
     Returns:
         The same on every rank: "cosine", "relative_l2", "worst_parameter" (nearest to its bound, or farthest over
-        it), "per_rank", "passed".
+        it), "per_rank", "is_zero" (both gradients are, so that nothing was compared), "stock_is_finite", "passed".
     """
     mine = {name: _products(ours[name], stock[name]) for name in stock}
     everyone: list[dict[str, tuple[float, float, float]]] = [{} for _ in range(dist.get_world_size())]
@@ -196,6 +196,8 @@ def compare_gradients(ours: dict[str, Tensor], stock: dict[str, Tensor], gate: G
     def excess(products: tuple[float, float, float]) -> float:
         difference, _, norm = _distance(products)
         bound = gate.relative * norm + gate.floor * whole
+        if not math.isfinite(bound):
+            return math.inf
         return difference / bound if bound else (math.inf if difference else 0.0)
 
     worst_rank, worst = max(
@@ -216,6 +218,8 @@ def compare_gradients(ours: dict[str, Tensor], stock: dict[str, Tensor], gate: G
             "of_bound": excess(everyone[worst_rank][worst]),
         },
         "per_rank": per_rank,
+        "is_zero": not any(total),
+        "stock_is_finite": math.isfinite(total[2]),
         "passed": all_close and excess(everyone[worst_rank][worst]) <= 1,
     }
 
@@ -286,7 +290,8 @@ def compare(
         "world_size": dist.get_world_size(),
         "groups": entries,
         "all": {key: value for key, value in gradient.items() if key != "per_rank"},
-        "passed": gradient["passed"] and all(entry["grad"]["passed"] for entry in entries),
+        # a group alone may train nothing; of all together something must have been compared
+        "passed": gradient["passed"] and all(entry["grad"]["passed"] for entry in entries) and not gradient["is_zero"],
     }
 
 
@@ -305,6 +310,7 @@ def table_row(entry: dict[str, Any]) -> str:
         f"{entry['grad']['relative_l2']:9.1e} {entry['grad']['cosine']:10.7f} "
         f"{peak['stock'] / 2**20:10,.1f} / {peak['longstraw'] / 2**20:9,.1f} "
         f"{seconds['stock']:9.1f} / {seconds['longstraw']:9.1f}"
+        f"{'  (nothing trained: the gradient is 0)' if entry['grad']['is_zero'] else ''}"
     )
 
 
@@ -323,7 +329,17 @@ def verdict(run: RunConfig, result: dict[str, Any]) -> str:
         if choices["queries"]
         else ""
     )
-    if result["passed"]:
+    if together["is_zero"]:
+        sentence = (
+            "NOTHING COMPARED: the gradient is 0 on both sides, as where no token is trained, or all rewards of each "
+            "group are equal (advantages of 0); give groups that train something"
+        )
+    elif not all(gradient["stock_is_finite"] for gradient in (together, *(e["grad"] for e in result["groups"]))):
+        sentence = (
+            "NOTHING TO COMPARE WITH: the stock schedule's own gradient is not finite; look at temperature, advantage, "
+            "old_logprobs and ref_logprobs in the rollouts, and at model.weights"
+        )
+    elif result["passed"]:
         sentence = f"PASSED: the gradient is the stock schedule's ({bounds})"
     elif run.schedule.prompt_gradient == "detached":
         sentence = f"DIFFERENT, as it must be: prompt_gradient=detached leaves the prompt's gradient out ({bounds})"
@@ -394,5 +410,5 @@ def _distance(products: tuple[float, float, float]) -> tuple[float, float, float
 
 def _closeness(products: tuple[float, float, float]) -> dict[str, float]:
     difference, cosine, norm = _distance(products)
-    relative = difference / norm if norm else (math.inf if difference else 0.0)
+    relative = difference / norm if norm and math.isfinite(difference) else (math.inf if difference else 0.0)
     return {"cosine": min(cosine, 1.0), "relative_l2": relative}

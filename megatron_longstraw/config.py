@@ -7,6 +7,7 @@ can't honour are refused here by name (`check_transformer_settings`), also when 
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -249,11 +250,6 @@ class RunConfig:
         kv_heads = self.model.transformer.get("num_query_groups")
         kv_heads = heads if kv_heads is None else kv_heads
         _positive_integer("model.transformer.num_query_groups", kv_heads)
-        ffn = self.model.transformer.get("ffn_hidden_size")
-        if ffn is not None:
-            _positive_integer("model.transformer.ffn_hidden_size", ffn)
-            if ffn % tp:
-                raise ConfigError(f"model.transformer.ffn_hidden_size={ffn} must be a multiple of parallel.tp={tp}")
         if heads % kv_heads:
             raise ConfigError(
                 f"model.transformer.num_attention_heads={heads} must be a multiple of num_query_groups={kv_heads}"
@@ -267,6 +263,11 @@ class RunConfig:
         if self.model.vocab_size % tp:
             raise ConfigError(f"model.vocab_size={self.model.vocab_size} must be a multiple of parallel.tp={tp}")
         _check_pipeline_split(self.model.transformer, self.parallel)
+        contradiction = megatron_settings.contradiction(
+            self.model.transformer, self.model.architecture, self.model.rotary_percent, tp
+        )
+        if contradiction is not None:
+            raise ConfigError(f"model.transformer.{contradiction}")
         if self.model.architecture == "qwen36":
             _check_gated_delta_net(self.model.transformer, self.parallel)
         if self.parallel.ep > 1 and not self.model.transformer.get("num_moe_experts"):
@@ -314,11 +315,6 @@ def _check_experts(transformer: Mapping[str, Any], parallel: ParallelConfig) -> 
         raise ConfigError(
             f"model.transformer.num_moe_experts={experts} must be a multiple of parallel.ep={parallel.ep}"
         )
-    pattern, layers = transformer.get("moe_layer_freq"), transformer["num_layers"]
-    if isinstance(pattern, list) and len(pattern) != layers:
-        raise ConfigError(
-            f"model.transformer.moe_layer_freq has {len(pattern)} entries: needs one for each of {layers} layers"
-        )
     if transformer.get("moe_token_dispatcher_type") == "allgather" and parallel.tp % parallel.ep:
         raise ConfigError(
             f"model.transformer.moe_token_dispatcher_type=allgather needs a parallel.ep that divides parallel.tp="
@@ -362,28 +358,45 @@ def _check_gated_delta_net(transformer: Mapping[str, Any], parallel: ParallelCon
         )
 
 
-def load_config(path: str | Path, overrides: Sequence[tuple[str, Any]] = ()) -> RunConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[tuple[str, Any]] = (), options: Mapping[str, str] | None = None
+) -> RunConfig:
     """Reads a run configuration.
 
     Args:
         path: a YAML file whose sections are the fields of `RunConfig`.
         overrides: pairs (dotted key, value) that replace what the file says, in order.
+        options: of overrides that have an option of their own, key -> option (such as "--tp"); others are "--set KEY".
 
     Raises:
         ConfigError: the file can't be read, or a key is unknown, missing or contradicts another.
     """
     try:
         tree = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: can't be read as YAML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror or error}") from error
+    except _NOT_YAML as error:
+        raise ConfigError(f"{path}: can't be read as YAML: {_reason(error)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: needs a mapping with a 'model' section, got {type(tree).__name__}")
+    sources = {key: (options or {}).get(key, f"--set {key}") for key, _ in overrides}
     for key, value in overrides:
-        _override(tree, key, value)
+        _override(tree, key, value, sources[key])
     try:
         return _build(RunConfig, tree, "")
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        text = str(error)
+        words = re.findall(r"\w+", text)  # of two settings that contradict each other, the file may have one
+        named = [source for key, source in sources.items() if key in text or key.split(".")[-1] in words]
+        raise ConfigError(f"{' and '.join(named)} over {path}: {text}" if named else f"{path}: {text}") from None
+
+
+_NOT_YAML = (ValueError, RecursionError, yaml.YAMLError)
+"""What PyYAML raises: also of bytes that are no text, of 2026-13-01, and of brackets in brackets without end."""
+
+
+def _reason(error: Exception) -> str:
+    return "nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -406,26 +419,26 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--set {text!r}: needs KEY=VALUE, such as schedule.prompt_chunk_tokens=1024")
     try:
         return key.strip(), yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {text!r}: the value is not YAML: {error}") from error
+    except _NOT_YAML as error:
+        raise ConfigError(f"--set {text[:99]!r}: the value is not YAML: {_reason(error)}") from error
 
 
-def _override(tree: dict[str, Any], key: str, value: Any) -> None:
+def _override(tree: dict[str, Any], key: str, value: Any, source: str) -> None:
     *path, last = key.split(".")
     for name in path:
         branch = tree.setdefault(name, {})
         if not isinstance(branch, dict):
-            raise ConfigError(f"{key}: {name} is a value ({branch!r}), not a section")
+            raise ConfigError(f"{source}: {name} is a value ({branch!r}), not a section")
         tree = branch
     tree[last] = value
 
 
 def _build(cls: type[Any], tree: Any, prefix: str) -> Any:
     """One dataclass from a mapping, its sections from sub-mappings."""
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"{prefix or 'the file'} needs a section of settings, got {tree!r}")
-    hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{prefix[:-1]}={tree!r}: is a section of settings ({', '.join(prefix + f for f in fields)})")
+    hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"

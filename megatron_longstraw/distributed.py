@@ -4,9 +4,13 @@ import contextlib
 import functools
 import logging
 import os
+import signal
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,6 +126,65 @@ def together(*errors: type[Exception]) -> Iterator[None]:
 
 class PeerError(RuntimeError):
     """Another rank failed; that rank tells the reason."""
+
+
+class StopSignal:
+    """While entered, SIGINT and SIGTERM are requests to stop, which the ranks agree on between two steps.
+
+    A second signal ends the process at once, with 128 + its number. One within a second of the first is not a second
+    one: launchers hand the same signal on in several ways. A thread reads the signals, since Python's own handlers
+    wait for the main thread to come back from a collective, which may take as long as a step.
+
+    Args:
+        device: this rank's.
+    """
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    _SAME = 1.0
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._number = 0
+
+    def __enter__(self) -> "StopSignal":
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._write_end)
+        self._handlers_before: dict[signal.Signals, Any] = {s: signal.signal(s, _do_nothing) for s in self._SIGNALS}
+        threading.Thread(target=self._watch, name="stop-signal", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self._handlers_before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._write_end)  # the thread reads the end
+
+    def agreed(self) -> int | None:
+        """The signal that any rank got, on every rank; None where none did. All ranks ask together."""
+        number = torch.tensor(self._number, device=self._device)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return int(number) or None
+
+    def _watch(self) -> None:
+        first = 0.0
+        while number := int.from_bytes(os.read(self._read_end, 1)):
+            if number not in self._SIGNALS:
+                continue
+            if not self._number:
+                self._number, first = number, time.monotonic()
+                if dist.get_rank() == 0:
+                    name = signal.Signals(number).name
+                    print(
+                        f"{name}: the current step is the last, then weights are saved; again: end at once", flush=True
+                    )
+            elif time.monotonic() - first > self._SAME:
+                os._exit(128 + number)
+        os.close(self._read_end)
+
+
+def _do_nothing(number: int, frame: Any) -> None:
+    """A handler that there has to be, so that Python notes the signal."""
 
 
 @functools.lru_cache

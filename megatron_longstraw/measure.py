@@ -23,22 +23,29 @@ _PHASES = {
     Phase.PROMPT: "prompt_backward",
 }
 
-
-_MOMENT = 1e-3  # seconds
 PHASES = ("capture", "replay", "prompt_backward")
 """The phases of our schedule, by the names that seconds go by."""
 
-
+_MOMENT = 1e-3  # seconds
 _SAMPLE_SECONDS = 0.05
+_GROUPS_SHOWN = 16
 
 
 class NonFiniteGradientError(RuntimeError):
-    """A step's gradient has NaN or infinity; nothing was updated."""
+    """A step's gradient has NaN or infinity; nothing was updated.
 
-    def __init__(self) -> None:
+    Args:
+        step: counted from 1.
+        group_ids: of the step's groups, over all data-parallel ranks.
+    """
+
+    def __init__(self, step: int, group_ids: Sequence[str]) -> None:
+        shown = ", ".join(group_ids[:_GROUPS_SHOWN])
+        more = f" and {len(group_ids) - _GROUPS_SHOWN} more" if len(group_ids) > _GROUPS_SHOWN else ""
         super().__init__(
-            "the gradient is not finite; the weights before this step are saved: look at the learning rate, and at "
-            "temperature, advantage, old_logprobs and ref_logprobs in the rollouts of this step"
+            f"step {step} (group{'s' if len(group_ids) > 1 else ''} {shown}{more}): the gradient is not finite; the "
+            "weights before this step are saved: look at the learning rate, and at temperature, advantage, "
+            "old_logprobs and ref_logprobs in the rollouts of this step"
         )
 
 

@@ -6,16 +6,18 @@ head might ignore them, and a setting that is ignored is worse than one that is 
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 _INTEGER = "an integer >= 1"
 _NUMBER = "a finite number (YAML wants a dot in 1.0e-6)"
+_POSITIVE = "a finite number > 0 (YAML wants a dot in 1.0e-6)"
 _SWITCH = "true or false"
 _PATTERN = "an integer >= 1, or a list of 0 and 1 for each layer"
 
 _SHARED: dict[str, Any] = {
     **dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"), _INTEGER),
-    **dict.fromkeys(("layernorm_epsilon", "init_method_std", "softmax_scale"), _NUMBER),
+    **dict.fromkeys(("layernorm_epsilon", "init_method_std", "softmax_scale"), _POSITIVE),
     **dict.fromkeys(("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"), _SWITCH),
     **dict.fromkeys(("gradient_accumulation_fusion", "persist_layer_norm", "deterministic_mode"), _SWITCH),
     **dict.fromkeys(("overlap_p2p_comm", "batch_p2p_comm", "gated_linear_unit", "qk_layernorm"), _SWITCH),
@@ -40,7 +42,7 @@ _LATENT: dict[str, Any] = {
     **dict.fromkeys(("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"), _INTEGER),
     **dict.fromkeys(("dsa_indexer_rope_interleaved", "dsa_indexer_rotate_activation"), _SWITCH),
     "dsa_indexer_scoring_relu": _SWITCH,
-    "dsa_indexer_k_norm_epsilon": _NUMBER,
+    "dsa_indexer_k_norm_epsilon": _POSITIVE,
 }
 _EXPERTS: dict[str, Any] = {
     **dict.fromkeys(("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"), _INTEGER),
@@ -186,4 +188,85 @@ def _fits(value: Any, needed: Any) -> bool:
     if isinstance(value, list):
         return needed == _PATTERN and all(v in (0, 1) for v in value)
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return number if needed == _NUMBER else number and isinstance(value, int) and value >= 1
+    if needed in (_NUMBER, _POSITIVE):
+        return number and (needed == _NUMBER or value > 0)
+    return number and isinstance(value, int) and value >= 1
+
+
+def contradiction(settings: Mapping[str, Any], architecture: str, rotary_percent: float, tp: int = 1) -> str | None:
+    """What is wrong with settings taken together, each of which `problem` found fine; None where nothing is.
+
+    Megatron finds these when it builds a layer, or in its first forward, and doesn't name the setting.
+
+    Args:
+        settings: TransformerConfig fields and their values, as a run gives them.
+        architecture: of the run.
+        rotary_percent: share of a head that RoPE turns.
+        tp: tensor-parallel size.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    problems = [_rope_problem(given, architecture, rotary_percent), _split_problem(given, tp)]
+    for name in ("linear_attention_freq", "moe_layer_freq"):
+        pattern, layers = given.get(name), given["num_layers"]
+        if isinstance(pattern, list) and len(pattern) != layers:
+            problems.append(f"{name} has {len(pattern)} entries: needs one for each of {layers} layers")
+    if architecture == "glm52":
+        problems += [_index_problem(given), _router_problem(given)]
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _rope_problem(given: Mapping[str, Any], architecture: str, rotary_percent: float) -> str | None:
+    """RoPE turns pairs of numbers."""
+    name = "qk_pos_emb_head_dim" if architecture == "glm52" else "kv_channels"
+    default = 64 if architecture == "glm52" else given["hidden_size"] // given["num_attention_heads"]
+    width = given.get(name, default)
+    turned = int(width * rotary_percent)
+    if turned % 2 == 0 and turned > 0:
+        return None
+    where = f"={width}" if name in given else f" is {width} (by default hidden_size / num_attention_heads)"
+    share = "" if rotary_percent == 1 else f", of which model.rotary_percent={rotary_percent} are {turned}"
+    return f"{name}{where}{share}: RoPE turns pairs, and needs an even number >= 2"
+
+
+def _split_problem(given: Mapping[str, Any], tp: int) -> str | None:
+    defaults = {"ffn_hidden_size": 4 * given["hidden_size"]}
+    for name in ("ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        width = given.get(name, defaults.get(name, 0))
+        if width % tp:
+            return f"{name}={width} must be a multiple of parallel.tp={tp}"
+    return None
+
+
+def _index_problem(given: Mapping[str, Any]) -> str | None:
+    for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
+        if name not in given:
+            return f"{name} is missing: architecture glm52 needs it"
+    if given["hidden_size"] < given["num_attention_heads"]:
+        return f"hidden_size={given['hidden_size']}: needs at least num_attention_heads={given['num_attention_heads']}"
+    width, rotary = given["dsa_indexer_head_dim"], given.get("qk_pos_emb_head_dim", 64)
+    if width < rotary:
+        return f"dsa_indexer_head_dim={width}: needs at least qk_pos_emb_head_dim={rotary}, as RoPE turns a part of it"
+    return None
+
+
+def _router_problem(given: Mapping[str, Any]) -> str | None:
+    experts, topk = given.get("num_moe_experts"), given.get("moe_router_topk", 2)
+    if experts is None:
+        return None
+    if topk > experts:
+        return f"moe_router_topk={topk}: needs at most num_moe_experts={experts}"
+    groups, group_topk = given.get("moe_router_num_groups"), given.get("moe_router_group_topk")
+    if groups is None and group_topk is None:
+        return None
+    if groups is None or group_topk is None:
+        return "moe_router_num_groups and moe_router_group_topk: set both, or neither"
+    if experts % groups:
+        return f"moe_router_num_groups={groups} must divide num_moe_experts={experts}"
+    if group_topk > groups:
+        return f"moe_router_group_topk={group_topk}: needs at most moe_router_num_groups={groups}"
+    if not group_topk <= topk <= group_topk * (experts // groups):
+        return (
+            f"moe_router_topk={topk}: needs {group_topk} to {group_topk * (experts // groups)} experts, as "
+            f"moe_router_group_topk={group_topk} groups of {experts // groups} are chosen"
+        )
+    return None

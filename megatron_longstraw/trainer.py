@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_longstraw.config import ConfigError, RunConfig
-from megatron_longstraw.distributed import PeerError, together
+from megatron_longstraw.distributed import PeerError, StopSignal, together
 from megatron_longstraw.measure import PHASES, NonFiniteGradientError, PeakBytes, StepMeter, screen_of
 from megatron_longstraw.models import DTYPES, build_model, weight_map
 from megatron_longstraw.models.layers import HeadInput, log_prob_head
@@ -156,6 +157,7 @@ class Trainer:
 
     def __init__(self, run: RunConfig, steps: int, device: torch.device) -> None:
         self.run, self.device = run, device
+        self.steps_done = 0
         self.model = build_ddp_model(run)
         optimizer = run.optimizer
         self.optimizer = get_megatron_optimizer(
@@ -208,10 +210,11 @@ class Trainer:
                 options=self.run.schedule,
                 observer=meter,
             )
-            self._check_finite()
+            self._check_finite(groups)
             learning_rate = self.optimizer.param_groups[0]["lr"]
             _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
+        self.steps_done += 1
         meter.close()
         responses = [r for group in groups for r in group.responses]
         seconds = largest({phase: meter.seconds.get(phase, 0.0) for phase in PHASES}, self.device)
@@ -234,14 +237,14 @@ class Trainer:
             "peak_bytes": int(bytes_["peak"]),
         }
 
-    def _check_finite(self) -> None:
+    def _check_finite(self, groups: Sequence[RolloutGroup]) -> None:
         """Stops all ranks, with the weights as they were, where any rank's gradient is not finite."""
         buffers = [b for chunk in self.model for b in chunk.buffers + chunk.expert_parallel_buffers]
         # in pieces: isfinite makes a copy
         finite = all(bool(piece.isfinite().all()) for b in buffers for piece in b.grad_data.split(2**24))
         with together(NonFiniteGradientError):
             if not finite:
-                raise NonFiniteGradientError
+                raise NonFiniteGradientError(self.steps_done + 1, [group.group_id for group in groups])
 
     def save(self, folder: Path) -> None:
         """Writes this rank's weights and expert biases, by their names in the whole model, to `folder`.
@@ -302,8 +305,10 @@ def run_reader(run: RunConfig, rollouts: Path) -> Callable[[], Iterator[RolloutG
     return read
 
 
-def train(run: RunConfig, rollouts: Path, output: Path, steps: int | None, device: torch.device) -> None:
+def train(run: RunConfig, rollouts: Path, output: Path, steps: int | None, device: torch.device) -> int | None:
     """Trains over a rollout file, once through it or for a number of steps, and saves the weights.
+
+    SIGINT or SIGTERM to any rank ends it after the current step; a second one ends that rank at once.
 
     Args:
         run: the run configuration; Megatron's parallel state is laid out as it says.
@@ -311,6 +316,9 @@ def train(run: RunConfig, rollouts: Path, output: Path, steps: int | None, devic
         output: gets ``metrics.jsonl``, a line a step, and ``weights/``.
         steps: optimizer steps; past the end the file is read again. None: once through it.
         device: this rank's.
+
+    Returns:
+        The signal that ended it before its last step, on every rank; else None.
 
     Raises:
         RolloutError, ConfigError: the input can't be used; on every rank.
@@ -326,22 +334,32 @@ def train(run: RunConfig, rollouts: Path, output: Path, steps: int | None, devic
     groups = itertools.chain.from_iterable(read() for _ in itertools.count())
     batches = _batches(groups, run.data.groups_per_step, count)
     log = (output / "metrics.jsonl").open("w", encoding="utf-8") if dist.get_rank() == 0 else None
-    for step in range(1, steps + 1):
-        with together(ValueError, OSError):
-            batch = next(batches)
-        try:
-            metrics = {"step": step, **trainer.step(batch)}
-        except (NonFiniteGradientError, PeerError):  # on all ranks together
-            trainer.save(output / "weights")
-            raise
-        if log is not None:
-            log.write(json.dumps(metrics) + "\n")
-            log.flush()
-            print(_line(metrics, steps), flush=True)
-    trainer.save(output / "weights")
+    ended_by = None
+    with StopSignal(device) as stop:
+        while trainer.steps_done < steps and (ended_by := stop.agreed()) is None:
+            with together(ValueError, OSError):
+                batch = next(batches)
+            try:
+                metrics = {"step": trainer.steps_done + 1, **trainer.step(batch)}
+            except (NonFiniteGradientError, PeerError):  # on all ranks together
+                trainer.save(output / "weights")
+                raise
+            if log is not None:
+                log.write(json.dumps(metrics) + "\n")
+                log.flush()
+                print(_line(metrics, steps), flush=True)
+        trainer.save(output / "weights")
     if log is not None:
         log.close()
-        print(f"wrote {output}/metrics.jsonl and {output}/weights", flush=True)
+        ended = (
+            "" if ended_by is None else f"{_signal_name(ended_by)} ended it after step {trainer.steps_done}/{steps}; "
+        )
+        print(f"{ended}wrote {output}/metrics.jsonl and {output}/weights", flush=True)
+    return ended_by
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name
 
 
 def _prepare_output(output: Path) -> None:

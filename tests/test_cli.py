@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ from safetensors.torch import load_file
 
 from megatron_longstraw.demo import demo_groups
 from tests.ranks import Layout, Ranks
-from tests.torchrun import ROOT, torchrun
+from tests.torchrun import ROOT, start_torchrun, torchrun
 
 CONFIG = ROOT / "examples" / "dense" / "tiny.yaml"
 SMALL = ["--set", "model.transformer.num_layers=2", "--set", "schedule.prompt_chunk_tokens=64"]
@@ -97,6 +99,58 @@ def test_detached_fails_the_gate_and_says_so(rollouts: Path, tmp_path: Path) -> 
     assert "DIFFERENT, as it must be" in done.stdout
 
 
+def _written(path: Path) -> Any:
+    """The JSON that a command wrote; NaN and Infinity are not JSON."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} in {path}")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+def _compare(ranks: Ranks, tmp_path: Path, *groups: dict[str, Any]) -> tuple[int, str, Any]:
+    """`compare` on one rank: its status, what it wrote to standard output, and the JSON."""
+    (tmp_path / "groups.jsonl").write_text("".join(json.dumps(group) + "\n" for group in groups))
+    out = tmp_path / "out.json"
+    arguments = ["compare", "--config", CONFIG, "--tp", 1, "--rollouts", tmp_path / "groups.jsonl", "--json", out]
+    ((status, screen),) = ranks.run(Layout(), _output_of_main, [str(a) for a in [*arguments, *SMALL]])
+    return status, screen, _written(out)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [{"text": "de", "reward": 1.0}, {"text": "de", "reward": 1.0, "loss_mask": [0, 0]}],
+    ids=["equal rewards", "masks of 0"],
+)
+def test_compare_of_nothing_does_not_pass(ranks: Ranks, tmp_path: Path, response: dict[str, Any]) -> None:
+    nothing = GROUP | {"responses": [response, response]}
+    status, screen, result = _compare(ranks, tmp_path, nothing, nothing | {"group_id": "h"})
+    assert status == 1
+    assert "NOTHING COMPARED: the gradient is 0 on both sides" in screen
+    assert screen.count("(nothing trained: the gradient is 0)") == 2
+    assert not result["passed"]
+    assert result["all"]["is_zero"]
+
+
+def test_a_group_of_nothing_among_others_passes(ranks: Ranks, tmp_path: Path) -> None:
+    nothing = GROUP | {"responses": [{"text": "de", "reward": 1.0}] * 2}
+    something = {**GROUP, "group_id": "h", "responses": [{"text": "de", "reward": 1.0}, {"text": "fg", "reward": 0.0}]}
+    status, screen, result = _compare(ranks, tmp_path, nothing, something)
+    assert status == 0, screen
+    assert "PASSED" in screen
+    assert [entry["grad"]["is_zero"] for entry in result["groups"]] == [True, False]
+
+
+def test_stock_gradient_that_is_not_finite_is_said_to_be(ranks: Ranks, tmp_path: Path) -> None:
+    response = {"text": "de", "reward": 1.0, "old_logprobs": [-1.0, -1.0], "advantage": 1e39}
+    status, screen, result = _compare(ranks, tmp_path, GROUP | {"responses": [response]})
+    assert status == 1
+    assert "the stock schedule's own gradient is not finite" in screen
+    assert "FAILED" not in screen
+    assert result["all"]["relative_l2"] is None
+    assert not result["all"]["stock_is_finite"]
+
+
 GROUP = {"group_id": "g", "prompt": "abc", "responses": [{"text": "de", "reward": 1.0}]}
 
 
@@ -104,17 +158,30 @@ def _changed(**fields: Any) -> str:
     return json.dumps(GROUP | fields)
 
 
-def _main(arguments: list[str]) -> tuple[int, str]:
-    """The command on a rank that has joined already; its status, and what it wrote to standard error."""
+def _outcome(arguments: list[str]) -> tuple[int, str, str]:
+    """The command on a rank that has joined already, and stays so; its status, output and errors."""
     from megatron_longstraw.cli import main
 
-    screen = io.StringIO()
-    with contextlib.redirect_stderr(screen), contextlib.redirect_stdout(io.StringIO()):
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "destroy_process_group", lambda: None)
         try:
             main(arguments)
         except SystemExit as end:
-            return int(end.code or 0), screen.getvalue()
+            return int(end.code or 0), out.getvalue(), errors.getvalue()
     raise AssertionError("main does not return")
+
+
+def _main(arguments: list[str]) -> tuple[int, str]:
+    """Status and what was written to standard error."""
+    status, _, errors = _outcome(arguments)
+    return status, errors
+
+
+def _output_of_main(arguments: list[str]) -> tuple[int, str]:
+    """Status and what was written to standard output."""
+    status, out, errors = _outcome(arguments)
+    return status, out + errors
 
 
 def _one_lacks_its_file(folder: str) -> tuple[int, str]:
@@ -217,6 +284,43 @@ def test_output_of_another_run_is_kept(ranks: Ranks, rollouts: Path, tmp_path: P
     assert [status for status, _ in answers] == [2, 2]
     assert "metrics.jsonl is there already" in answers[0][1]
     assert (tmp_path / "metrics.jsonl").read_text() == "precious"
+
+
+def test_recurrent_run_says_its_delta_rule(ranks: Ranks, tmp_path: Path) -> None:
+    config = ROOT / "examples" / "qwen36" / "tiny.yaml"
+    options = ["--rollouts", tmp_path / "none.jsonl", "--output", tmp_path / "run", "--dtype", "float32"]
+    arguments = ["train", "--config", config, *options, "--prompt-gradient", "detached"]
+    answers = ranks.run(Layout(tp=2), _output_of_main, [str(a) for a in arguments])
+    assert "float32; layers: local; delta rule: torch; prompt gradient: detached" in answers[0][1]
+    assert [status for status, _ in answers] == [2, 2]
+    assert "none.jsonl" in answers[0][1]
+
+
+def _ranks_of(agent: int) -> list[int]:
+    """Process ids of the ranks that a torchrun started."""
+    return [int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+@pytest.mark.slow
+def test_signal_ends_after_the_step_with_weights_saved(rollouts: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """To one rank, as the launch scripts send it to all: torchrun itself kills its ranks after 30 seconds."""
+    output = tmp_path / "run"
+    command = ["train", "--config", CONFIG, "--rollouts", rollouts, "--output", output, "--steps", 10000, *SMALL]
+    with start_torchrun(2, *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as agent:
+        lines = []
+        for line in agent.stdout:
+            lines.append(line)
+            if line.startswith("step 2/"):
+                os.kill(_ranks_of(agent.pid)[1], number)
+                break
+        out, errors = agent.communicate(timeout=120)
+    out = "".join(lines) + out
+    steps = len((output / "metrics.jsonl").read_text().splitlines())
+    assert 2 <= steps < 10000
+    assert f"{number.name} ended it after step {steps}/10000; wrote {output}/metrics.jsonl and {output}/weights" in out
+    assert f"exitcode  : {128 + number}" in errors
+    assert len(list((output / "weights").glob("*.safetensors"))) == 2
 
 
 def test_without_torchrun() -> None:

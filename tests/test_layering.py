@@ -11,7 +11,7 @@ PACKAGE = Path(megatron_longstraw.__file__).parent
 
 # Modules of one line don't know each other.
 LAYERS = [
-    ["megatron_settings", "pipeline_split"],
+    ["megatron_settings", "pipeline_split", "hooks"],
     ["config"],
     ["cpu_platform", "float64"],
     ["distributed"],
@@ -26,7 +26,7 @@ LAYERS = [
     ["bench_point"],
     ["bench"],
     ["bench_plot"],
-    ["demo"],
+    ["doctor", "demo"],
     ["cli"],
     ["__main__"],
 ]

@@ -1,6 +1,12 @@
 """Optimizer steps: the same weights on every layout, and as torch's own AdamW makes them from stock's gradient."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,14 +104,68 @@ def _blow_up() -> tuple[str, bool]:
         trainer.step(groups)
     except RuntimeError as error:
         same = all(torch.equal(a, b.tensor) for a, b in zip(before, _parts(trainer.model), strict=True))
-        return type(error).__name__, same
+        return str(error), same
     raise AssertionError(f"{NonFiniteGradientError.__name__} was not raised")
 
 
 def test_gradient_that_is_not_finite_stops_all_ranks_and_changes_nothing(ranks: Ranks) -> None:
     answers = ranks.run(Layout(dp=2), _blow_up)
-    assert {name for name, _ in answers} <= {"NonFiniteGradientError", "PeerError"}
+    assert answers[0][0].startswith("step 1 (groups uneven chunks, one token): the gradient is not finite")
+    assert answers[1][0].startswith(f"rank 0 failed: NonFiniteGradientError: {answers[0][0]}")
     assert all(same for _, same in answers)
+
+
+def _stopped(folder: str) -> tuple[int | None, int, list[str]]:
+    """Training that one rank alone is told to end, while its second step runs."""
+    from megatron_longstraw import trainer
+
+    class Signalled(trainer.Trainer):
+        def step(self, groups: Any) -> dict[str, Any]:
+            if self.steps_done == 1 and torch.distributed.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().step(groups)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "Trainer", Signalled)
+        rollouts, output = Path(folder) / "groups.jsonl", Path(folder) / "run"
+        ended_by = trainer.train(_run(Layout(dp=2)), rollouts, output, 9, rank_device())
+    assert signal.getsignal(signal.SIGTERM) is handler
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return ended_by, len(lines), sorted(path.name for path in (output / "weights").iterdir())
+
+
+def test_signal_to_one_rank_ends_all_after_the_step_and_saves(ranks: Ranks, tmp_path: Path) -> None:
+    group = {"prompt": "abcdef", "responses": [{"text": "gh", "reward": 1.0}, {"text": "i", "reward": 0.0}]}
+    lines = [json.dumps({"group_id": name, **group}) + "\n" for name in "ab"]
+    (tmp_path / "groups.jsonl").write_text("".join(lines))
+    want = (signal.SIGTERM, 2, ["tp00-pp00.safetensors"])
+    assert ranks.run(Layout(dp=2), _stopped, str(tmp_path)) == [want, want]
+
+
+_SIGNALS = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+from megatron_longstraw.distributed import StopSignal
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+with StopSignal(torch.device("cpu")) as stop:
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    while stop.agreed() is None:
+        pass
+    print("agreed on", stop.agreed(), flush=True)
+    time.sleep(1.5)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(600)
+"""
+
+
+def test_second_signal_ends_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", _SIGNALS], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 130, done.stderr
+    assert "agreed on 2" in done.stdout
+    assert done.stdout.count("SIGINT: the current step is the last") == 1
 
 
 def _bfloat16() -> list[dict[str, Any]]:

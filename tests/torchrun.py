@@ -17,7 +17,17 @@ def torchrun(ranks: int, *arguments: Any, **options: Any) -> subprocess.Complete
         arguments: of the command.
         options: of subprocess.run.
     """
+    command, environment = _command(ranks, *arguments)
+    return subprocess.run(command, cwd=ROOT, env=environment, text=True, **options)
+
+
+def start_torchrun(ranks: int, *arguments: Any, **options: Any) -> subprocess.Popen[str]:
+    """The same, without waiting for its end; options are of subprocess.Popen."""
+    command, environment = _command(ranks, *arguments)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **options)
+
+
+def _command(ranks: int, *arguments: Any) -> tuple[list[str], dict[str, str]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "megatron_longstraw", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=ROOT, env=environment, text=True, **options)
+    return command, {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

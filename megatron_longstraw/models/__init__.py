@@ -1,6 +1,5 @@
 """Builds the models that the schedule can run, from Megatron's modules."""
 
-import logging
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.nn import functional as F
 
+from megatron_longstraw import hooks
 from megatron_longstraw.config import ConfigError, RunConfig
 from megatron_longstraw.models.backend import latent_attention_takes, resolve_backend
 from megatron_longstraw.models.gated_delta_net import resolve_delta_rule
@@ -29,7 +29,21 @@ from megatron_longstraw.models.weight_map import WeightMap
 from megatron_longstraw.prompt_state import Runtime
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-_log = logging.getLogger(__name__)
+_EXTENSIONS = {
+    "gradient_accumulation_fusion": (
+        *("tensor_parallel.layers", "_grad_accum_fusion_available"),
+        "Apex's fused_weight_gradient_mlp_cuda",
+    ),
+    "moe_router_fusion": (
+        *("transformer.moe.moe_utils", "fused_topk_with_score_function"),
+        "Transformer Engine 2.6 or newer",
+    ),
+    "dsa_indexer_rotate_activation": (
+        *("transformer.experimental_attention_variant.dsa", "hadamard_transform"),
+        "fast_hadamard_transform",
+    ),
+}
+"""Switch of Megatron's -> where Megatron keeps what it found of the package that the switch needs."""
 _ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
 
@@ -44,9 +58,7 @@ def build_model(run: RunConfig, *, plain_attention: str = "longstraw") -> list[P
         ConfigError: a setting under model.transformer is unknown to Megatron or refused by it.
     """
     config = transformer_config(run)
-    backend, backend_name = resolve_backend(run.model.backend)
-    delta_rule = "torch" if config.deterministic_mode else "flash-linear-attention"
-    _log.info("layer modules: %s%s", backend_name, f", delta rule: {delta_rule}" if _is_recurrent(run) else "")
+    backend, _ = resolve_backend(run.model.backend)
     runtime = Runtime()
     specs = _layer_specs(run, config, backend, runtime, plain_attention)
     chunks = []
@@ -94,8 +106,28 @@ def weight_map(run: RunConfig) -> WeightMap:
     )
 
 
-def _is_recurrent(run: RunConfig) -> bool:
-    return run.model.architecture == "qwen36"
+def chosen_kernels(run: RunConfig) -> dict[str, str]:
+    """What the model of a run is built from on this machine: "layers", and "delta rule" of recurrent layers.
+
+    It needs no process group, so a run can be checked before ranks start.
+
+    Raises:
+        ConfigError: Megatron refuses the settings, or what they ask for can't be used here.
+    """
+    config = transformer_config(run)
+    kernels = {"layers": resolve_backend(run.model.backend)[1]}
+    given = run.model.transformer  # as another architecture's defaults say True too
+    for setting, (module, name, package) in _EXTENSIONS.items():
+        if given.get(setting) and not hooks.value(module, name):
+            raise ConfigError(
+                f"model.transformer.{setting}=True can't be used: it needs {package}, which does not import; "
+                "leave it unset"
+            )
+    if given.get("dsa_indexer_rotate_activation") and run.dtype != "bfloat16":
+        raise ConfigError(f"model.transformer.dsa_indexer_rotate_activation=True needs dtype=bfloat16: got {run.dtype}")
+    if run.model.architecture == "qwen36":
+        kernels["delta rule"] = "torch" if config.deterministic_mode else "flash-linear-attention"
+    return kernels
 
 
 def _layer_specs(
@@ -142,7 +174,7 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         "batch_p2p_comm": torch.cuda.is_available(),
         "moe_token_dispatcher_type": "alltoall",  # Megatron wants it for variable lengths, also without experts
         **_architecture_settings(run),
-        **run.model.transformer,
+        **{name: value for name, value in run.model.transformer.items() if value is not None},
     }
     dtype = DTYPES[run.dtype]
     settings |= {

@@ -1,0 +1,244 @@
+"""The launch scripts: the command that each prints is one that the package takes, and what they refuse."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_longstraw.cli import load_run, make_parser
+from megatron_longstraw.config import RunConfig
+from megatron_longstraw.rollouts import load_tokenizer, read_groups
+from tests.ranks import Layout, Ranks
+from tests.torchrun import ROOT
+
+LAUNCH = ROOT / "launch"
+INPUT = ["--rollouts", "groups.jsonl", "--output", "runs/it's 1"]
+NODE = ["--node-rank", "2", "--master-addr", "node0", "--master-port", "1234"]
+SCRIPTS = {"glm52_32gpu.sh": NODE, "qwen36_8gpu.sh": []}
+
+
+def _launch(script: str, *arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
+    command = ["bash", str(LAUNCH / script), *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, **options)
+
+
+def _printed(script: str, *arguments: Any, behind: tuple[str, ...] = ()) -> list[str]:
+    done = _launch(script, *arguments, "--print", "--", *behind)
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout)
+
+
+def _refused(script: str, *arguments: Any, **options: Any) -> str:
+    done = _launch(script, *arguments, **options)
+    assert done.returncode == 2
+    assert not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{script}: error: ")
+    return line
+
+
+def _split(command: list[str]) -> tuple[dict[str, str], list[str]]:
+    """torchrun's options, and what the package gets."""
+    start, module = command.index("torch.distributed.run"), command.index("megatron_longstraw")
+    assert command[start - 1] == "-m"
+    assert command[module - 1] == "-m"
+    options = command[start + 1 : module - 1]
+    return dict(zip(options[::2], options[1::2], strict=True)), command[module + 1 :]
+
+
+def _run(arguments: list[str]) -> tuple[RunConfig, Any]:
+    options = make_parser().parse_args(arguments)
+    return load_run(options), options
+
+
+def _layers(run: RunConfig, world_size: int) -> str:
+    """What each rank checks before it builds anything; the layers that the model gets."""
+    from megatron_longstraw.doctor import check_run
+
+    return check_run(run, world_size)["layers"]
+
+
+@pytest.mark.parametrize(
+    ("script", "world_size", "layout"),
+    [("glm52_32gpu.sh", 32, {"tp": 8, "pp": 4, "ep": 8}), ("qwen36_8gpu.sh", 8, {"tp": 8, "pp": 1, "ep": 1})],
+)
+def test_printed_command_is_valid_at_full_size(
+    ranks: Ranks, script: str, world_size: int, layout: dict[str, int]
+) -> None:
+    input_ = [*INPUT, *SCRIPTS[script], "--weights", "/data/it's: GLM"]
+    command = _printed(script, *input_, behind=("--steps", "3", "--prompt-gradient=detached"))
+    torchrun, arguments = _split(command)
+    assert int(torchrun["--nnodes"]) * int(torchrun["--nproc-per-node"]) == world_size
+    node = ("2", "node0", "1234") if SCRIPTS[script] else ("0", "127.0.0.1", "29500")
+    assert (torchrun["--node-rank"], torchrun["--master-addr"], torchrun["--master-port"]) == node
+    assert arguments[0] == "train"
+    run, options = _run(arguments)
+    assert (str(options.rollouts), str(options.output), options.steps) == (INPUT[1], INPUT[3], 3)
+    assert run.model.weights == run.data.tokenizer == "/data/it's: GLM"
+    assert run.schedule.prompt_gradient == "detached"
+    assert {name: getattr(run.parallel, name) for name in layout} == layout
+    assert ranks.run(Layout(), _layers, run, world_size) == ["local"]
+
+
+@pytest.mark.parametrize(("model", "script"), [("glm52", "glm52_32gpu.sh"), ("qwen36", "qwen36_8gpu.sh")])
+def test_cpu_smoke_has_the_flags_of_the_big_one(ranks: Ranks, model: str, script: str) -> None:
+    torchrun, arguments = _split(_printed(script, *INPUT, *SCRIPTS[script], "--tokenizer", "bytes"))
+    smoke = _printed("cpu_smoke.sh", model, *INPUT)
+    smoke_torchrun, smoke_arguments = _split(smoke)
+    assert smoke[:3] == ["env", "OMP_NUM_THREADS=1", "CUDA_VISIBLE_DEVICES="]
+    assert smoke_torchrun.keys() == torchrun.keys()
+    config = arguments.index("--config") + 1
+    assert smoke_arguments[config] == str(ROOT / "examples" / model / "tiny.yaml")
+    assert [*arguments[:config], *arguments[config + 1 :]] == [
+        *smoke_arguments[:config],
+        *smoke_arguments[config + 1 :],
+    ]
+    run, _ = _run(smoke_arguments)
+    assert ranks.run(Layout(), _layers, run, int(smoke_torchrun["--nproc-per-node"])) == ["local"]
+
+
+def test_cpu_smoke_makes_rollouts_that_can_be_read() -> None:
+    run, options = _run(_split(_printed("cpu_smoke.sh", "glm52"))[1])
+    tokenizer, vocab_size = load_tokenizer(run.data.tokenizer), run.model.vocab_size
+    groups = list(read_groups(options.rollouts, tokenizer=tokenizer, vocab_size=vocab_size, temperature=1.0))
+    assert [len(group.responses) for group in groups] == [2, 2]
+    assert len(groups[0].prompt_ids) > 600
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "cpu_smoke.sh", "slurm.sh"])
+def test_help(script: str) -> None:
+    done = _launch(script, "--help")
+    assert done.returncode == 0
+    assert "--rollouts FILE" in done.stdout
+    assert not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("qwen36_8gpu.sh", [], "--rollouts FILE is missing"),
+        ("qwen36_8gpu.sh", ["--rollouts"], "--rollouts needs a value"),
+        ("qwen36_8gpu.sh", ["--rollouts", "x"], "--output DIR is missing"),
+        ("qwen36_8gpu.sh", INPUT, "--weights DIR or --tokenizer PATH is missing"),
+        ("qwen36_8gpu.sh", [*INPUT, "--steps", "3"], "unknown argument --steps"),
+        ("qwen36_8gpu.sh", [*INPUT, "--weigths=/w"], "unknown argument --weigths"),
+        ("qwen36_8gpu.sh", [*INPUT, "--weights", "/w", "--nnodes", "two"], "--nnodes two: needs a whole number"),
+        ("qwen36_8gpu.sh", [*INPUT, "--weights", "/w", "--nnodes=2"], "--node-rank is missing"),
+        ("qwen36_8gpu.sh", [*INPUT, "--weights", "/w", "--node-rank", "1"], "--node-rank 1: needs 0 to 0"),
+        ("glm52_32gpu.sh", [*INPUT, "--weights", "/w", *NODE, "--nnodes", "6"], "--nnodes 6: needs a multiple of 4"),
+        ("glm52_32gpu.sh", [*INPUT, "--weights", "/w", "--node-rank", "1"], "--master-addr is missing"),
+        ("qwen36_8gpu.sh", [*INPUT, "--weights", "/w"], "--rollouts groups.jsonl: no such file"),
+        ("cpu_smoke.sh", ["gpt"], "needs glm52 or qwen36 first"),
+        ("slurm.sh", ["launch/nothing.sh"], "launch/nothing.sh: no such launch script"),
+        ("slurm.sh", [str(LAUNCH / "qwen36_8gpu.sh")], "this is no Slurm job"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_one_line(script: str, arguments: list[str], message: str) -> None:
+    assert message in _refused(script, *arguments)
+
+
+@pytest.fixture
+def fake_python(tmp_path: Path) -> Path:
+    """Shows four GPUs; in place of torchrun, writes its arguments down."""
+    path = tmp_path / "python"
+    path.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then echo 4; else printf "%s\\n" "$@" >{tmp_path}/started; fi\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> list[Any]:
+    (tmp_path / "groups.jsonl").touch()
+    return ["--rollouts", tmp_path / "groups.jsonl", "--output", tmp_path / "run", "--tokenizer", "bytes"]
+
+
+def test_wrong_machine_is_told_before_a_rank_starts(tmp_path: Path, fake_python: Path, inputs: list[Any]) -> None:
+    python = ["--python", fake_python]
+    assert "shows 4 GPUs: needs 8" in _refused("qwen36_8gpu.sh", *inputs, *python)
+    assert "shows 4 GPUs: needs 8" in _refused("glm52_32gpu.sh", *inputs, *python, *NODE)
+    for arguments, message in (
+        (["--weights", tmp_path / "none"], "none: no such folder"),
+        (["--weights", tmp_path], "has no .safetensors file"),
+        (["--tokenizer", tmp_path / "t.json"], "t.json: no such file or folder"),
+    ):
+        assert message in _refused("qwen36_8gpu.sh", *inputs, *python, *arguments)
+    assert "can't import megatron_longstraw and torch" in _refused("qwen36_8gpu.sh", *inputs, "--python", "/bin/false")
+    assert not (tmp_path / "started").exists()
+
+
+def test_what_runs_is_what_is_printed(tmp_path: Path, fake_python: Path, inputs: list[Any]) -> None:
+    fake_python.write_text(fake_python.read_text().replace("echo 4", "echo 8"))
+    arguments = [*inputs, "--python", fake_python, "--", "--seed", 1]
+    assert _launch("qwen36_8gpu.sh", *arguments).returncode == 0
+    printed = _printed("qwen36_8gpu.sh", *inputs, "--python", fake_python)
+    assert (tmp_path / "started").read_text().splitlines() == [*printed[1:], "--seed", "1"]
+
+
+def test_slurm_hands_its_nodes_to_each(tmp_path: Path) -> None:
+    """With scontrol and srun of our own; a real cluster is not here."""
+    for name, body in (("scontrol", "printf 'gpu07\\ngpu08\\n'"), ("srun", 'printf "%s\\n" "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "41"}
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = LAUNCH / "qwen36_8gpu.sh"
+    done = _launch("slurm.sh", script, *INPUT, "--weights", "/w", "--print", env=job | path)
+    assert done.returncode == 0, done.stderr
+    arguments = done.stdout.splitlines()
+    task = arguments[arguments.index("bash") :]
+    outcome = subprocess.run(task, env={**os.environ, "SLURM_NODEID": "1"}, capture_output=True, text=True, check=True)
+    torchrun, _ = _split(shlex.split(outcome.stdout))
+    assert torchrun["--nnodes"] == "2"
+    assert torchrun["--node-rank"] == "1"
+    assert torchrun["--master-addr"] == "gpu07"
+    assert torchrun["--master-port"] == "20041"
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["glm52", "qwen36"])
+def test_cpu_smoke_trains(tmp_path: Path, model: str) -> None:
+    output = tmp_path / "run"
+    options = ["--output", output, "--master-port", _free_port(), "--python", sys.executable]
+    done = _launch("cpu_smoke.sh", model, *options, "--", "--steps", 2)
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["grad_norm"] > 0 for line in lines)
+    assert list((output / "weights").glob("tp01-pp00.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+def test_signal_to_the_script_lets_the_step_end(tmp_path: Path, number: signal.Signals) -> None:
+    """torchrun alone would kill its ranks after 30 seconds; the script sends the signal to them."""
+    output = tmp_path / "run"
+    command = ["bash", LAUNCH / "cpu_smoke.sh", "qwen36", "--output", output, "--master-port", _free_port()]
+    command += ["--python", sys.executable, "--", "--steps", 10000]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(list(map(str, command)), env=environment, **pipes) as script:
+        lines = []
+        for line in script.stdout:
+            lines.append(line)
+            if line.startswith("step 1/"):
+                script.send_signal(number)
+                break
+        out, _ = script.communicate(timeout=300)
+    assert script.returncode == 128 + number
+    steps = len((output / "metrics.jsonl").read_text().splitlines())
+    assert f"{number.name} ended it after step {steps}/10000; wrote {output}/metrics.jsonl" in "".join(lines) + out
+    assert (output / "weights" / "tp01-pp00.safetensors").exists()
