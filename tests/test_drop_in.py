@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 import subprocess
 import sys
 import types
@@ -15,6 +16,7 @@ from megatron_longstraw.samples import group_samples, read_sample
 from tests.exactness import UNEVEN, rank_device, tiny_run
 from tests.hosts import LENGTH, build_host, edge_samples, forward_step, pair_loss, sample, triple_loss
 from tests.ranks import Layout, Ranks
+from tests.torchrun import ROOT
 
 LOSSES = {"triple": (triple_loss, False), "pair": (pair_loss, False), "per token": (triple_loss, True)}
 
@@ -289,6 +291,20 @@ def test_install_refuses_unknown_versions_and_no_host(monkeypatch: pytest.Monkey
     monkeypatch.setattr(package_info, "__shortversion__", "0.20.0")
     with pytest.raises(ConfigError, match=r"megatron-core 0\.20\.0 is not tested: needs 0\.19\.2"):
         megatron.install()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [[], ["--pp", "2"]], ids=["dp2", "pp2"])
+def test_the_example_prints_the_same_with_and_without(layout: list[str]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["examples/drop_in/train.py", *layout]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    lines = []
+    for flags in ([], ["--stock"]):
+        run = subprocess.run([*command, *flags], cwd=ROOT, env=environment, text=True, capture_output=True, check=True)
+        lines.append([line for line in run.stdout.splitlines() if line.startswith("step")])
+    assert len(lines[0]) == 3
+    assert lines[0] == lines[1]
 
 
 def test_the_package_stays_light() -> None:

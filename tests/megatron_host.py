@@ -1,0 +1,93 @@
+"""A script as Megatron's users write it: arguments, a model provider, batches, and Megatron's own `train`.
+
+Run by tests.test_patches on ranks of torchrun, with a patched megatron/training first on the path:
+
+    python -m tests.megatron_host OUT --longstraw MEGATRON_ARGUMENTS...
+
+trains two models from the same weights, one without --longstraw and one with it, and writes to OUT.<rank> of each the
+gradients of both steps, the evaluation's losses and the weights at the end.
+"""
+
+import functools
+import itertools
+import os
+import sys
+from typing import Any
+
+from megatron_longstraw import cpu_platform, distributed
+
+distributed.quiet()
+cpu_platform.install()
+
+import torch  # noqa: E402
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: E402
+from megatron.training import get_args, get_timers, training  # noqa: E402
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args  # noqa: E402
+
+from megatron_longstraw.config import ParallelConfig  # noqa: E402
+from tests.hosts import edge_samples, forward_step, triple_loss  # noqa: E402
+
+
+def model_provider(
+    pre_process: bool, post_process: bool, vp_stage: int | None = None, config: Any = None, pg_collection: Any = None
+) -> GPTModel:
+    args = get_args()
+    model = GPTModel(
+        config=config or core_transformer_config_from_args(args),
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
+        vocab_size=args.vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        position_embedding_type=args.position_embedding_type,
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+    return model
+
+
+def trained(args: Any) -> dict[str, Any]:
+    """A model from the seed's weights, after Megatron's own training and evaluation."""
+    torch.manual_seed(args.seed)
+    args.iteration = args.consumed_train_samples = 0
+    model, optimizer, scheduler = training.setup_model_and_optimizer(ModelType.encoder_or_decoder, model_provider)
+    samples = edge_samples()
+    assert get_num_microbatches() == len(samples)
+    names = [(name, p) for chunk in model for name, p in chunk.module.named_parameters()]
+    gradients, inner = [], optimizer.step
+
+    def step() -> Any:
+        gradients.append({name: p.main_grad.clone() for name, p in names})
+        return inner()
+
+    optimizer.step = step
+    forward = functools.partial(forward_step, triple_loss)
+    batches, config = itertools.cycle(samples), model[0].config
+    training.train(forward, model, optimizer, scheduler, batches, None, None, config, {}, None)
+    get_timers()("interval-time").stop()  # train() leaves it running, and starts it
+    losses = training.evaluate(forward, itertools.cycle(samples), model, None, config)[0]
+    return {
+        "model": type(model[0].module).__name__,
+        "gradients": gradients,
+        "losses": losses,
+        "weights": {name: p.detach().clone() for name, p in names},
+    }
+
+
+def main(out: str) -> None:
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
+    torch.distributed.init_process_group("gloo")
+    layout = ParallelConfig(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size)
+    distributed.initialize_model_parallel(layout)
+    assert args.longstraw  # and validated
+    results = {}
+    for args.longstraw in (False, True):
+        results["longstraw" if args.longstraw else "stock"] = trained(args)
+    torch.save(results, f"{out}.{os.environ['RANK']}")
+
+
+if __name__ == "__main__":
+    main(sys.argv.pop(1))
