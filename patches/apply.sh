@@ -33,9 +33,9 @@ in_tree() {
 
 selected=training.patch
 if [ -f "$tree/megatron/rl/rl_utils.py" ]; then
-    selected="$selected rl.patch"
+    selected="$selected checkout.patch"
 else
-    echo "no megatron/rl here (the wheel has none): rl.patch is left out"
+    echo "checkout.patch is left out: it is for files that only a checkout has (train_rl.py, megatron/rl, pretrain_gpt.py)"
 fi
 
 todo=

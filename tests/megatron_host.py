@@ -4,11 +4,14 @@ Run by tests.test_patches on ranks of torchrun, with a patched megatron/training
 
     python -m tests.megatron_host OUT --longstraw MEGATRON_ARGUMENTS...
 
+(or with --pretrain-gpt, by the forward step and loss of the checkout's pretrain_gpt.py, which must be on the path then)
 trains two models from the same weights, one without --longstraw and one with it, and writes to OUT.<rank> of each the
 gradients of both steps, the evaluation's losses and the weights at the end.
 """
 
+import argparse
 import functools
+import importlib
 import itertools
 import os
 import sys
@@ -24,7 +27,7 @@ from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: E402
-from megatron.training import get_args, get_timers, training  # noqa: E402
+from megatron.training import arguments, get_args, get_timers, training  # noqa: E402
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args  # noqa: E402
 
 from megatron_longstraw.config import ParallelConfig  # noqa: E402
@@ -49,6 +52,11 @@ def model_provider(
     return model
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--pretrain-gpt", action="store_true")
+    return parser
+
+
 def trained(args: Any) -> dict[str, Any]:
     """A model from the seed's weights, after Megatron's own training and evaluation."""
     torch.manual_seed(args.seed)
@@ -64,7 +72,9 @@ def trained(args: Any) -> dict[str, Any]:
         return inner()
 
     optimizer.step = step
-    forward = functools.partial(forward_step, triple_loss)
+    forward: Any = functools.partial(forward_step, triple_loss)
+    if args.pretrain_gpt:
+        forward = importlib.import_module("pretrain_gpt").forward_step
     batches, config = itertools.cycle(samples), model[0].config
     training.train(forward, model, optimizer, scheduler, batches, None, None, config, {}, None)
     get_timers()("interval-time").stop()  # train() leaves it running, and starts it
@@ -78,7 +88,8 @@ def trained(args: Any) -> dict[str, Any]:
 
 
 def main(out: str) -> None:
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
+    arguments.get_device_arch_version = lambda: 10  # Megatron asks the GPU
+    args = parse_and_validate_args(add_arguments, args_defaults={"tokenizer_type": "NullTokenizer"})
     torch.distributed.init_process_group("gloo")
     layout = ParallelConfig(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size)
     distributed.initialize_model_parallel(layout)

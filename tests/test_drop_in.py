@@ -260,6 +260,7 @@ def test_adoption_keeps_the_model(ranks: Ranks) -> None:
 def test_install_replaces_the_name_where_hosts_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_longstraw.integrations import megatron
 
+    monkeypatch.setattr(megatron, "HOSTS", ("verl.workers.engine.megatron.transformer_impl", "no.such.host"))
     stock = object()
     for name in ("verl.workers.engine.megatron.transformer_impl", "my_host"):
         module: Any = types.ModuleType(name)

@@ -1,8 +1,10 @@
 """patches/: applied to a copy of the wheel's megatron/training, and Megatron's own `train` on it.
 
-rl.patch is for files that the wheel lacks: pytest --megatron-checkout PATH checks it on a checkout of core_v0.19.0.
+checkout.patch is for files that the wheel lacks: pytest --megatron-checkout PATH checks it on a checkout of tag
+core_v0.19.0.
 """
 
+import importlib.util
 import os
 import shlex
 import shutil
@@ -36,9 +38,9 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 def _copy_wheel(folder: Path) -> Path:
-    import megatron.training
-
-    source = Path(megatron.training.__file__).parent
+    spec = importlib.util.find_spec("megatron.training")
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).parent
     shutil.copytree(source, folder / "megatron" / "training", ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
@@ -72,18 +74,23 @@ TRAINING = {"megatron/training/arguments.py", "megatron/training/training.py"}
 
 
 def test_patches_go_on_once_and_come_off_whole(tree: Path) -> None:
-    assert "rl.patch is left out" in _apply("--check", tree).stdout
+    assert "checkout.patch is left out" in _apply("--check", tree).stdout
     _check_cycle(tree, TRAINING)
 
 
-def test_patches_on_a_checkout(pytestconfig: pytest.Config, tmp_path: Path) -> None:
-    checkout = pytestconfig.getoption("--megatron-checkout")
-    if checkout is None:
-        pytest.skip("rl.patch is for files that the wheel lacks: give --megatron-checkout PATH")
-    names = [*TRAINING, "megatron/rl/rl_utils.py", "train_rl.py"]
+@pytest.fixture
+def checkout(pytestconfig: pytest.Config) -> Path:
+    path = pytestconfig.getoption("--megatron-checkout")
+    if path is None:
+        pytest.skip("checkout.patch is for files that the wheel lacks: give --megatron-checkout PATH")
+    return Path(path)
+
+
+def test_patches_on_a_checkout(checkout: Path, tmp_path: Path) -> None:
+    names = [*TRAINING, "megatron/rl/rl_utils.py", "train_rl.py", "pretrain_gpt.py"]
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(Path(checkout) / name, tmp_path / name)
+        shutil.copy(checkout / name, tmp_path / name)
     _check_cycle(tmp_path, set(names))
     assert _apply(tmp_path).returncode == 0
     for name in names:
@@ -152,12 +159,27 @@ def test_megatrons_own_train(tmp_path: Path, ranks: int, layout: list[str]) -> N
     """Two steps and an evaluation by Megatron's train() and evaluate(), with --longstraw and without."""
     tree = _copy_wheel(tmp_path / "tree")
     assert _apply(tree).returncode == 0
+    _check_training(tree, tmp_path, ranks, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"])
+def test_pretrain_gpt_of_a_checkout(checkout: Path, tmp_path: Path, layout: str) -> None:
+    """The same, by the forward step and loss function of pretrain_gpt.py, which broadcast batches over TP ranks."""
+    tree = tmp_path / "tree"
+    shutil.copytree(checkout, tree, ignore=shutil.ignore_patterns("core", ".git", "tests"))
+    assert _apply(tree).returncode == 0
+    _check_training(tree, tmp_path, 2, [layout, "2", "--pretrain-gpt"])
+
+
+def _check_training(tree: Path, out: Path, ranks: int, arguments: list[str]) -> None:
+    """Runs tests.megatron_host on a patched tree; its two models must have the same gradients, weights and losses."""
     paths = os.pathsep.join([str(tree), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "tests.megatron_host", str(tmp_path / "out"), "--longstraw", "--longstraw-prompt-chunk", "16"]
+    command += ["-m", "tests.megatron_host", str(out / "out"), "--longstraw", "--longstraw-prompt-chunk", "16"]
     run = subprocess.run(
-        [*command, "--longstraw-page", "5", *MEGATRON, *layout],
+        [*command, "--longstraw-page", "5", *MEGATRON, *arguments],
         cwd=ROOT,
         env=environment,
         text=True,
@@ -166,7 +188,7 @@ def test_megatrons_own_train(tmp_path: Path, ranks: int, layout: list[str]) -> N
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     gate = GATES["float32"]
     for rank in range(ranks):
-        result = torch.load(f"{tmp_path / 'out'}.{rank}")
+        result = torch.load(f"{out / 'out'}.{rank}")
         stock, ours = result["stock"], result["longstraw"]
         assert (stock["model"], ours["model"]) == ("GPTModel", "PromptGPTModel")
         assert len(ours["gradients"]) == len(stock["gradients"]) == 2

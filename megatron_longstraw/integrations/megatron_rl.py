@@ -1,4 +1,4 @@
-"""What patches/core_v0.19.0/rl.patch calls: Megatron's own RL loop (train_rl.py) on the schedule.
+"""What patches/core_v0.19.0/checkout.patch calls: Megatron's own RL loop (train_rl.py) on the schedule.
 
 train_rl.py takes log-probs from the logits of whole sequences, whose masks and log-probs belong to the token that is
 *predicted*. Here both are shifted to the position that predicts it, as in the rest of Megatron, so that samples can be
