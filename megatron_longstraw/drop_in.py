@@ -35,16 +35,17 @@ def get_forward_backward_func(
 
     Args:
         pp_size, vp_size: as Megatron's; not read, as the schedule asks Megatron's own function when it runs.
-        schedule_pg_collection: must be None.
+        schedule_pg_collection: as Megatron's, but not of several modules on several grids of ranks.
         options: how the schedule runs.
         observer: is told of every micro-batch.
 
     Returns:
         `forward_backward_samples` with options and observer set; takes the arguments of Megatron's schedules.
     """
-    if schedule_pg_collection is not None:
-        name = type(schedule_pg_collection).__name__
-        raise ConfigError(f"schedule_pg_collection={name} is not supported: needs None, one model on one grid of ranks")
+    from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
+
+    if isinstance(schedule_pg_collection, MultiModuleProcessGroupCollection):
+        raise ConfigError("schedule_pg_collection has several modules: needs one model on one grid of ranks, or None")
     return functools.partial(forward_backward_samples, options=options, observer=observer)
 
 
@@ -110,6 +111,8 @@ def forward_backward_samples(
     with together(ConfigError):
         if batches is None:
             raise ConfigError("data_iterator is None on every rank of a model-parallel group: one needs to have it")
+        if not batches:
+            raise ConfigError(f"num_microbatches={num_microbatches}: needs an integer >= 1")
         samples = [read_sample(batch, f"batch {i} of the data iterator") for i, batch in enumerate(batches)]
     groups = group_samples(samples)
     losses = _HostLosses(num_microbatches, config.calculate_per_token_loss, next(chunks[0].parameters()).device)

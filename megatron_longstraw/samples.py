@@ -56,7 +56,8 @@ def read_sample(batch: Any, name: str) -> Sample:
 
     Args:
         batch: a mapping with "tokens" [1, S] and "loss_mask" [1, S]; every other tensor in it has a value per position
-            ([1, S, ...]) or one per sample ([] or [1]). "attention_mask" is not read: attention is causal.
+            ([1, S, ...]) or one per sample ([] or [1]). "attention_mask" may be there if it is causal: [1, 1, S, S],
+            True where attention is not.
         name: what to call it in an error.
 
     Raises:
@@ -87,7 +88,20 @@ def read_sample(batch: Any, name: str) -> Sample:
             )
     trained = batch["loss_mask"].reshape(shape[1], -1).any(dim=1).nonzero()
     first, last = (int(trained[0]), int(trained[-1])) if len(trained) else (0, 0)
+    _check_causal(batch.get("attention_mask"), shape[1], last + 1, name)
     return Sample(fields=batch, first=first, end=last + 1)
+
+
+def _check_causal(mask: Any, length: int, end: int, name: str) -> None:
+    """Refuses a mask that is another than the causal one at the positions before `end`, which are what runs."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.shape != (1, 1, length, length):
+        found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ConfigError(f"{name}: attention_mask is {found}: needs none, or a causal one, [1, 1, {length}, {length}]")
+    seen = mask[0, 0, :end, :end].bool()
+    if not torch.equal(seen, torch.ones_like(seen).triu(1)):
+        raise ConfigError(f"{name}: attention_mask is not the causal one, and attention is causal: leave it out")
 
 
 def group_samples(samples: Sequence[Sample]) -> list[PromptGroup]:

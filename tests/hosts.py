@@ -82,6 +82,17 @@ def forward_step(loss_func: Any, data_iterator: Iterator[dict[str, Tensor]], mod
     return output_tensor, functools.partial(loss_func, loss_mask, weights)
 
 
+def logits_forward_step(loss_func: Any, data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    """Without labels for the model: the loss function has the logits [1, T, V]."""
+    tokens, labels, loss_mask, attention_mask, position_ids, weights = get_batch(data_iterator)
+
+    def loss_of_logits(logits: Tensor) -> Any:
+        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        return loss_func(loss_mask, weights, losses)
+
+    return model(tokens, position_ids, attention_mask), loss_of_logits
+
+
 def build_host(run: RunConfig, *, adopted: bool, per_token: bool) -> list[Any]:
     """Model chunks in Megatron's DistributedDataParallel, from Megatron's local spec (adopted), or built by us."""
     from megatron.core import parallel_state

@@ -4,9 +4,10 @@ Run by tests.test_patches on ranks of torchrun, with a patched megatron/training
 
     python -m tests.megatron_host OUT --longstraw MEGATRON_ARGUMENTS...
 
-(or with --pretrain-gpt, by the forward step and loss of the checkout's pretrain_gpt.py, which must be on the path then)
 trains two models from the same weights, one without --longstraw and one with it, and writes to OUT.<rank> of each the
-gradients of both steps, the evaluation's losses and the weights at the end.
+gradients of both steps, the evaluation's losses and the weights at the end. With --installed in place of --longstraw
+the second is run by `install` and `adopt`, which need no patch; with --pretrain-gpt both are run by the forward step
+and loss of pretrain_gpt.py, which must be on the path.
 """
 
 import argparse
@@ -30,7 +31,8 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches  # no
 from megatron.training import arguments, get_args, get_timers, training  # noqa: E402
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args  # noqa: E402
 
-from megatron_longstraw.config import ParallelConfig  # noqa: E402
+from megatron_longstraw.config import ParallelConfig, ScheduleConfig  # noqa: E402
+from megatron_longstraw.integrations.megatron import adopt, install  # noqa: E402
 from tests.hosts import edge_samples, forward_step, triple_loss  # noqa: E402
 
 
@@ -54,14 +56,17 @@ def model_provider(
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--pretrain-gpt", action="store_true")
+    parser.add_argument("--installed", action="store_true")
     return parser
 
 
-def trained(args: Any) -> dict[str, Any]:
+def trained(args: Any, adopted: bool) -> dict[str, Any]:
     """A model from the seed's weights, after Megatron's own training and evaluation."""
     torch.manual_seed(args.seed)
     args.iteration = args.consumed_train_samples = 0
     model, optimizer, scheduler = training.setup_model_and_optimizer(ModelType.encoder_or_decoder, model_provider)
+    if adopted:
+        adopt(model)
     samples = edge_samples()
     assert get_num_microbatches() == len(samples)
     names = [(name, p) for chunk in model for name, p in chunk.module.named_parameters()]
@@ -93,10 +98,14 @@ def main(out: str) -> None:
     torch.distributed.init_process_group("gloo")
     layout = ParallelConfig(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size)
     distributed.initialize_model_parallel(layout)
-    assert args.longstraw  # and validated
+    assert args.installed or args.longstraw  # and validated
     results = {}
-    for args.longstraw in (False, True):
-        results["longstraw" if args.longstraw else "stock"] = trained(args)
+    for name in ("stock", "longstraw"):
+        if not args.installed:
+            args.longstraw = name == "longstraw"
+        elif name == "longstraw":
+            assert install(ScheduleConfig(prompt_chunk_tokens=16, page_tokens=5)) == ["megatron.training.training"]
+        results[name] = trained(args, adopted=args.installed and name == "longstraw")
     torch.save(results, f"{out}.{os.environ['RANK']}")
 
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,14 +172,25 @@ def test_pretrain_gpt_of_a_checkout(checkout: Path, tmp_path: Path, layout: str)
     _check_training(tree, tmp_path, 2, [layout, "2", "--pretrain-gpt"])
 
 
-def _check_training(tree: Path, out: Path, ranks: int, arguments: list[str]) -> None:
+@pytest.mark.slow
+def test_install_on_an_unpatched_tree(tmp_path: Path) -> None:
+    """The same by `integrations.megatron.install` and `adopt`, without a patch."""
+    _check_training(_copy_wheel(tmp_path / "tree"), tmp_path, 1, [], ["--installed"])
+
+
+LONGSTRAW = ["--longstraw", "--longstraw-prompt-chunk", "16", "--longstraw-page", "5"]
+
+
+def _check_training(
+    tree: Path, out: Path, ranks: int, arguments: list[str], longstraw: Sequence[str] = LONGSTRAW
+) -> None:
     """Runs tests.megatron_host on a patched tree; its two models must have the same gradients, weights and losses."""
     paths = os.pathsep.join([str(tree), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "tests.megatron_host", str(out / "out"), "--longstraw", "--longstraw-prompt-chunk", "16"]
+    command += ["-m", "tests.megatron_host", str(out / "out"), *longstraw]
     run = subprocess.run(
-        [*command, "--longstraw-page", "5", *MEGATRON, *arguments],
+        [*command, *MEGATRON, *arguments],
         cwd=ROOT,
         env=environment,
         text=True,
