@@ -19,6 +19,7 @@ case "${1-}" in
     --reverse) action=reverse; shift ;;
 esac
 [ $# -eq 1 ] || usage
+command -v git >/dev/null || { echo "$0: git is not here: needs it for git apply" >&2; exit 2; }
 patches=$(cd "$(dirname "$0")/core_v0.19.0" && pwd) || exit 2
 tree=$(cd "$1" 2>/dev/null && pwd -P) || { echo "$0: $1 is not a folder" >&2; exit 2; }
 if [ ! -f "$tree/megatron/training/training.py" ]; then

@@ -20,7 +20,6 @@ _NEEDED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_experts": ((None,), "a host's experts can't be adopted"),
     "multi_latent_attention": ((False,), "a host's latent attention can't be adopted"),
     "experimental_attention_variant": ((None,), "a host's attention variants can't be adopted"),
-    "log_max_attention_logit": ((False,), "the core attention keeps no maxima"),
     "moe_expert_rank_capacity_factor": ((None,), "it wraps the schedule"),
     "rl_use_sequence_packing": ((False,), "needs one sequence a micro-batch"),
 }
