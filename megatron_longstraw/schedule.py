@@ -113,7 +113,7 @@ def forward_backward(
     _runtime(chunks).recompute = options.recompute
     finalize = config.finalize_model_grads_func
     reports: list[Any] = []
-    with _settings(config, finalize_model_grads_func=None):
+    with temporary_settings(config, finalize_model_grads_func=None):
         call = functools.partial(
             _call_megatron,
             forward_step_func=forward_step_func,
@@ -164,7 +164,7 @@ def stock_forward_backward(
     recompute = recompute and runtime.plain_is_recomputable
     runtime.recompute_plain = recompute and ours
     try:
-        with _settings(config, finalize_model_grads_func=None, **(full if recompute and not ours else {})):
+        with temporary_settings(config, finalize_model_grads_func=None, **(full if recompute and not ours else {})):
             reports = _call_megatron(items, forward_step_func, chunks, observer, {})
     finally:
         runtime.end()
@@ -361,7 +361,8 @@ def _runtime(chunks: Sequence[Any]) -> Runtime:
         runtime = None
     if not isinstance(runtime, Runtime):
         raise ConfigError(
-            f"{type(chunks[0]).__name__} has no prompt runtime: build the model with megatron_longstraw.models"
+            f"{type(chunks[0]).__name__} has no prompt runtime: build the model with megatron_longstraw.models, or "
+            "give a GPTModel that Megatron built to megatron_longstraw.integrations.megatron.adopt"
         )
     return runtime
 
@@ -371,7 +372,7 @@ def _length_multiple(config: Any) -> int:
 
 
 @contextlib.contextmanager
-def _settings(config: Any, **values: Any) -> Iterator[None]:
+def temporary_settings(config: Any, **values: Any) -> Iterator[None]:
     """Sets fields of a config for a while."""
     before = {name: getattr(config, name) for name in values}
     try:

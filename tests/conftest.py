@@ -8,6 +8,10 @@ import pytest
 from tests.ranks import Ranks
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--megatron-checkout", help="a Megatron-LM checkout of tag core_v0.19.0, for tests of patches/")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Rank processes that live as long as the test run."""

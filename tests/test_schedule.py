@@ -212,6 +212,8 @@ def _refuse(setting: str, value: Any) -> str:
         ("grad_sync_func", print),
         ("fp8", "hybrid"),
         ("cuda_graph_impl", "local"),
+        ("tp_comm_overlap", True),
+        ("defer_embedding_wgrad_compute", True),
     ],
 )
 def test_settings_of_a_host_are_refused_by_name(ranks: Ranks, setting: str, value: Any) -> None:

@@ -33,7 +33,8 @@ class PromptCoreAttention(MegatronModule):
     Args:
         runtime: the model's runtime.
         plain_attention: what runs a stock sequence: "longstraw" is this module without prompt rows,
-            "megatron" is Megatron's own DotProductAttention (its scores are [heads, tokens, tokens]).
+            "megatron" is Megatron's own DotProductAttention (its scores are [heads, tokens, tokens]); or the module
+            that does.
         others: as Megatron's core attention modules.
     """
 
@@ -48,7 +49,7 @@ class PromptCoreAttention(MegatronModule):
         pg_collection: Any = None,
         *,
         runtime: Runtime,
-        plain_attention: str = "longstraw",
+        plain_attention: str | torch.nn.Module = "longstraw",
     ) -> None:
         super().__init__(config=config)
         half = config.params_dtype in (torch.bfloat16, torch.float16)
@@ -64,11 +65,12 @@ class PromptCoreAttention(MegatronModule):
         # SelfAttention sets num_query_groups to the TP size where ranks share a KV head
         self.owners = 1
         self.group: dist.ProcessGroup | None = None
-        self.plain: DotProductAttention | None = None
         if plain_attention == "megatron":
-            self.plain = DotProductAttention(
+            plain_attention = DotProductAttention(
                 config, layer_number, attn_mask_type, attention_type, None, softmax_scale, None, pg_collection
             )
+        # in a tuple: it has no parameters, and is no part of a checkpoint
+        self._plain = () if isinstance(plain_attention, str) else (plain_attention,)
 
     def share_rows(self, ranks: int) -> None:
         """Splits a KV head's rows over the `ranks` consecutive TP ranks that Megatron gives the same head."""
@@ -87,6 +89,18 @@ class PromptCoreAttention(MegatronModule):
         packed_seq_params: Any = None,
     ) -> Tensor:
         """Attention of [T, 1, H, D] queries over [T, 1, K, D] keys and the prompt; returns [T, 1, H * D]."""
+        phase = self.runtime.segment.phase
+        stateless = phase in (Phase.PLAIN, Phase.IDLE)
+        if stateless and self._plain:
+            return self._plain[0](
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type=attn_mask_type,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+            )
         if attention_bias is not None or packed_seq_params is not None or query.shape[1] != 1:
             raise ValueError(
                 "prompt attention takes one sequence a micro-batch, without bias or packing: "
@@ -94,10 +108,6 @@ class PromptCoreAttention(MegatronModule):
                 f"{'set' if attention_bias is not None else 'unset'}, "
                 f"packing {'on' if packed_seq_params is not None else 'off'}"
             )
-        phase = self.runtime.segment.phase
-        stateless = phase in (Phase.PLAIN, Phase.IDLE)
-        if stateless and self.plain is not None:
-            return self.plain(query, key, value, attention_mask)
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
         if stateless:
             out = prompt_attention(q, k, v, None, self.softmax_scale)

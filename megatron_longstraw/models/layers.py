@@ -106,12 +106,40 @@ class OffsetRotaryEmbedding(torch.nn.Module):
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
         return self.inner.get_rotary_seq_len(*args, **kwargs)
 
+    def get_cos_sin(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.get_cos_sin(*args, **kwargs)
+
     def forward(self, max_seq_len: int, **_: Any) -> Tensor:
         return self.inner.get_emb(max_seq_len, self.runtime.segment.start)
 
 
+def give_offset_rotary(model: torch.nn.Module, runtime: Runtime) -> None:
+    """Puts `OffsetRotaryEmbedding` in the place of a model's embeddings of positions."""
+    # GPTModel has one; with latent attention each layer, and each index, has its own
+    for module in list(model.modules()):
+        inner = getattr(module, "rotary_pos_emb", None)
+        if isinstance(inner, RotaryEmbedding):
+            module.rotary_pos_emb = OffsetRotaryEmbedding(inner, runtime)
+
+
+class _NoLoss(torch.autograd.Function):
+    """Losses [1, T] of zero in place of a head; backward hands on zeros, whatever comes in."""
+
+    @staticmethod
+    def forward(ctx, hidden_states, shape):  # type: ignore[no-untyped-def]
+        ctx.like = hidden_states.shape, hidden_states.dtype, hidden_states.device
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+        return torch.zeros(shape, dtype=dtype, device=hidden_states.device)
+
+    @staticmethod
+    def backward(ctx, _):  # type: ignore[no-untyped-def]
+        shape, dtype, device = ctx.like
+        return torch.zeros(shape, dtype=dtype, device=device), None
+
+
 class PromptGPTModel(GPTModel):
-    """GPTModel that returns the last hidden states of prompt chunks, without a head.
+    """GPTModel without a head for prompt chunks: given labels [1, T] it returns losses [1, T] of zero, as a host's
+    forward step expects a tensor of that shape; else the last hidden states.
 
     Args:
         runtime: the model's runtime, shared by all model chunks of a rank.
@@ -121,16 +149,17 @@ class PromptGPTModel(GPTModel):
     def __init__(self, *args: Any, runtime: Runtime, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.runtime = runtime
-        # GPTModel has one; with latent attention each layer, and each index, has its own
-        for module in list(self.modules()):
-            inner = getattr(module, "rotary_pos_emb", None)
-            if isinstance(inner, RotaryEmbedding):
-                module.rotary_pos_emb = OffsetRotaryEmbedding(inner, runtime)
+        give_offset_rotary(self, runtime)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         segment = self.runtime.segment
         if segment.is_prompt or segment.phase is Phase.IDLE:
-            return hidden_states
+            labels = kwargs.get("labels")
+            return (
+                _NoLoss.apply(hidden_states, labels.shape)
+                if self.post_process and labels is not None
+                else hidden_states
+            )
         return super()._postprocess(hidden_states, *args, **kwargs)
 
 

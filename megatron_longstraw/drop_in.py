@@ -1,0 +1,211 @@
+"""The schedule behind a host's own call of Megatron's: its samples, forward step, loss and model, unchanged.
+
+Losses are scaled as Megatron's `forward_step_calc_loss` scales them, by the number of the *host's* micro-batches and
+tokens, however many micro-batches run: a pair (loss, report) is divided by `num_microbatches`; a triple (loss, tokens,
+report) by its tokens and `num_microbatches`, or, with ``calculate_per_token_loss``, by nothing: the tokens' sum goes to
+``finalize_model_grads_func``.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_longstraw.config import ConfigError, ScheduleConfig
+from megatron_longstraw.distributed import together
+from megatron_longstraw.samples import Sample, group_samples, micro_batch, read_sample
+from megatron_longstraw.schedule import Observer, check_model, forward_backward, temporary_settings
+from megatron_longstraw.work import WorkItem
+
+_DEFAULT = ScheduleConfig()
+
+
+def get_forward_backward_func(
+    pp_size: int | None = None,
+    vp_size: int | None = None,
+    schedule_pg_collection: Any = None,
+    *,
+    options: ScheduleConfig = _DEFAULT,
+    observer: Observer | None = None,
+) -> Callable[..., list[Any]]:
+    """In place of Megatron's function of this name: a schedule for ordinary samples that shares equal prompts.
+
+    Args:
+        pp_size, vp_size: as Megatron's; not read, as the schedule asks Megatron's own function when it runs.
+        schedule_pg_collection: as Megatron's, but not of several modules on several grids of ranks.
+        options: how the schedule runs.
+        observer: is told of every micro-batch.
+
+    Returns:
+        `forward_backward_samples` with options and observer set; takes the arguments of Megatron's schedules.
+    """
+    from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
+
+    if isinstance(schedule_pg_collection, MultiModuleProcessGroupCollection):
+        raise ConfigError("schedule_pg_collection has several modules: needs one model on one grid of ranks, or None")
+    return functools.partial(forward_backward_samples, options=options, observer=observer)
+
+
+def forward_backward_samples(
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    seq_length: int | None = None,
+    micro_batch_size: int = 1,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    p2p_communicator: Any = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool = False,
+    options: ScheduleConfig = _DEFAULT,
+    observer: Observer | None = None,
+) -> list[Any]:
+    """Forward and backward of a host's samples, with the arguments and results of Megatron's schedules.
+
+    Args:
+        forward_step_func: the host's. It is called for prompt chunks and idle work too, with a loss mask of zero; what
+            it returns as their loss function is not called.
+        data_iterator: yields a mapping with "tokens" and "loss_mask" a micro-batch (`megatron_longstraw.samples`); of a
+            list (interleaved schedule) the first is read and the others are moved on. A rank whose iterator is None
+            gets the batches of another rank of its model-parallel group.
+        model: model, or list of model chunks: of `megatron_longstraw.models`, or adopted.
+        num_microbatches: samples to take from the iterator.
+        micro_batch_size: must be 1.
+        forward_only: losses without gradients.
+        options, observer: as in `get_forward_backward_func`.
+        others: Megatron's; lengths are ignored, as they vary.
+
+    Returns:
+        On the last pipeline stage what the loss function reported of each sample, in the host's order; elsewhere [].
+
+    Raises:
+        ConfigError: a batch, or a setting of the model, of DDP or of Megatron that can't be used; names it.
+    """
+    if micro_batch_size != 1:
+        raise ConfigError(
+            f"micro_batch_size={micro_batch_size} is not supported: needs 1, as the host's mean over the samples of a "
+            "micro-batch can't be split"
+        )
+    chunks = list(model) if isinstance(model, list | tuple) else [model]
+    config = _megatron_config(chunks)
+    settings = {
+        "variable_seq_lengths": True,
+        "calculate_per_token_loss": True,  # Megatron divides nothing: the losses that it gets are scaled already
+    }
+    with temporary_settings(config, **settings):
+        check_model(chunks)
+    if len(chunks) > 1 and config.pipeline_model_parallel_size == 2:
+        raise ConfigError(
+            "virtual_pipeline_model_parallel_size with variable lengths needs pipeline_model_parallel_size > 2 in "
+            "Megatron: got 2"
+        )
+    batches = _take(data_iterator, num_microbatches)
+    with together(ConfigError):
+        if batches is None:
+            raise ConfigError("data_iterator is None on every rank of a model-parallel group: one needs to have it")
+        if not batches:
+            raise ConfigError(f"num_microbatches={num_microbatches}: needs an integer >= 1")
+        samples = [read_sample(batch, f"batch {i} of the data iterator") for i, batch in enumerate(batches)]
+    groups = group_samples(samples)
+    losses = _HostLosses(num_microbatches, config.calculate_per_token_loss, next(chunks[0].parameters()).device)
+    finalize = config.finalize_model_grads_func
+    with temporary_settings(config, finalize_model_grads_func=None, **settings):
+        reports = forward_backward(
+            forward_step_func=_forward_step(forward_step_func, losses, samples[0]),
+            data_iterator=iter(groups),
+            model=model,
+            num_microbatches=len(groups),
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+            p2p_communicator=p2p_communicator,
+            pg_collection=pg_collection,
+            options=options,
+            observer=observer,
+        )
+    if finalize is not None and not forward_only:
+        tokens = losses.num_tokens if config.calculate_per_token_loss else None
+        finalize(chunks, tokens, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+    places = [place for group in groups for place in group.payload.places]
+    return [report for _, report in sorted(zip(places, reports, strict=True), key=lambda x: x[0])] if reports else []
+
+
+def _take(data_iterator: Any, count: int) -> list[Any] | None:
+    """The next batches of the host; a rank without an iterator gets those of a rank of its model-parallel group."""
+    from megatron.core import parallel_state
+
+    iterators = data_iterator if isinstance(data_iterator, list | tuple) else [data_iterator]
+    # each model chunk of an interleaved schedule has an iterator over the same batches
+    taken = [[next(iterator) for _ in range(count)] for iterator in iterators if iterator is not None]
+    mine = taken[0] if taken else None
+    group = parallel_state.get_model_parallel_group()
+    present: list[bool] = [False] * dist.get_world_size(group)
+    dist.all_gather_object(present, mine is not None, group=group)
+    if any(present) and not all(present):  # as with Megatron's own loaders
+        source = present.index(True)
+        shared = [mine if dist.get_rank(group) == source else None]
+        dist.broadcast_object_list(shared, group=group, group_src=source)
+        mine = shared[0] if mine is None else mine
+    return mine
+
+
+class _HostLosses:
+    """Scales a host's losses as Megatron's schedules do, and counts its tokens.
+
+    Args:
+        num_microbatches: of the host.
+        per_token: whether gradients are divided by all tokens at the end, by ``finalize_model_grads_func``.
+        device: where tokens are counted.
+    """
+
+    def __init__(self, num_microbatches: int, per_token: bool, device: torch.device) -> None:
+        self.num_microbatches, self.per_token = num_microbatches, per_token
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
+
+    def scaled(self, loss_func: Callable[[Tensor], Any]) -> Callable[[Tensor], tuple[Tensor, Any]]:
+        """The loss function as the schedule wants it: (loss, report), with losses to be summed."""
+
+        def call(output: Tensor) -> tuple[Tensor, Any]:
+            outputs = loss_func(output)
+            if len(outputs) not in (2, 3):
+                raise ConfigError(
+                    f"the loss function returned {len(outputs)} values: needs (loss, report) or (loss, tokens, report)"
+                )
+            loss, report = outputs[0], outputs[-1]
+            # in place, as Megatron does: a report that shares the loss's memory is scaled with it
+            if len(outputs) == 3:
+                self.num_tokens += outputs[1]
+                if not self.per_token:
+                    loss /= torch.clamp(outputs[1], min=1)
+            if len(outputs) == 2 or not self.per_token:
+                loss /= self.num_microbatches
+            return loss, report
+
+        return call
+
+
+def _forward_step(
+    forward_step_func: Callable[..., Any], losses: _HostLosses, idle: Sample
+) -> Callable[[Iterator[WorkItem], Any], tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]]:
+    """The host's forward step, on work items."""
+
+    def step(items: Iterator[WorkItem], model: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]:
+        output, loss_func = forward_step_func(iter([micro_batch(next(items), idle)]), model)
+        return output, losses.scaled(loss_func)
+
+    return step
+
+
+def _megatron_config(chunks: Sequence[Any]) -> Any:
+    from megatron.core.utils import get_model_config
+
+    return get_model_config(chunks[0])

@@ -1,0 +1,87 @@
+"""Puts the schedule in the place of Megatron's in hosts that run Megatron-Core.
+
+    from megatron_longstraw.integrations.megatron import adopt, install
+
+    install(ScheduleConfig(prompt_chunk_tokens=8192))   # before the host asks for its schedule
+    model = adopt(model)                                # after the host has built its model
+
+Hosts import `get_forward_backward_func` by name, so `install` replaces that name in each module that has it, and
+`uninstall` puts it back; Megatron-Core itself stays as it is.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_longstraw.config import ConfigError, ScheduleConfig
+from megatron_longstraw.drop_in import get_forward_backward_func
+from megatron_longstraw.models.adopt import adopt
+
+__all__ = ["HOSTS", "TESTED_VERSIONS", "adopt", "install", "uninstall"]
+
+TESTED_VERSIONS = ("0.19.2", "0.19.1")
+"""Of megatron-core. A checkout of tag core_v0.19.0 calls itself 0.19.1; what is used of it here is as in 0.19.2."""
+
+HOSTS = (
+    "megatron.training.training",
+    "megatron.rl.rl_utils",
+    "verl.workers.engine.megatron.transformer_impl",
+    "slime.backends.megatron_utils.model",
+    "nemo_rl.models.megatron.train",
+    "swift.megatron.trainers.base",
+)
+"""Modules known to import the name."""
+
+_NAME = "get_forward_backward_func"
+_replaced: dict[str, Any] = {}
+"""Module -> what the name meant in it."""
+
+
+def install(options: ScheduleConfig | None = None, modules: Iterable[str] | None = None) -> list[str]:
+    """Makes hosts take this package's schedule, in this process. Again: with other options.
+
+    Args:
+        options: how the schedule runs.
+        modules: the modules to change, which are imported where they aren't yet; by default those of `HOSTS` that are
+            imported.
+
+    Returns:
+        The modules that were changed.
+
+    Raises:
+        ConfigError: Megatron-Core is of a version that isn't tested, or there is no module to change, or one does not
+            have the name. Nothing is changed then.
+    """
+    check_version()
+    names = [name for name in HOSTS if name in sys.modules] if modules is None else list(modules)
+    if not names:
+        raise ConfigError(f"none of {', '.join(HOSTS)} is imported: import the host first, or name its modules")
+    for name in names:
+        if not hasattr(importlib.import_module(name), _NAME):
+            raise ConfigError(f"{name} has no {_NAME} to replace: is it another version of the host?")
+    ours = functools.partial(get_forward_backward_func, options=options or ScheduleConfig())
+    for name in names:
+        _replaced.setdefault(name, getattr(sys.modules[name], _NAME))
+        setattr(sys.modules[name], _NAME, ours)
+    return names
+
+
+def uninstall() -> list[str]:
+    """Undoes `install`, in all modules. Returns their names."""
+    names = list(_replaced)
+    for name in names:
+        setattr(sys.modules[name], _NAME, _replaced.pop(name))
+    return names
+
+
+def check_version() -> None:
+    """Raises ConfigError where megatron-core is of a version that isn't tested."""
+    from megatron.core.package_info import __shortversion__
+
+    if __shortversion__ not in TESTED_VERSIONS:
+        raise ConfigError(
+            f"megatron-core {__shortversion__} is not tested: needs {' or '.join(TESTED_VERSIONS)} "
+            f"(pip install megatron-core=={TESTED_VERSIONS[0]})"
+        )
