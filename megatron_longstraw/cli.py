@@ -173,7 +173,7 @@ def load_run(options: argparse.Namespace) -> RunConfig:
     """The run configuration of a command's options; ConfigError where it can't be used."""
     overrides, sources = [parse_override(text) for text in options.set], {}
     for option, key in _OVERRIDES.items():
-        value = getattr(options, option)
+        value = getattr(options, option, None)
         if value is not None:
             overrides.append((key, value))
             sources[key] = f"--{option.replace('_', '-')}"
@@ -272,7 +272,7 @@ def _finite(value: Any) -> Any:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    if options.config is None and (options.set or any(getattr(options, name) is not None for name in _OVERRIDES)):
+    if options.config is None and (options.set or any(getattr(options, name, None) is not None for name in _OVERRIDES)):
         raise ConfigError("doctor: settings change what --config FILE says; name the file")
     from megatron_longstraw.distributed import quiet
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-TESTED_VERSIONS = ("0.19.2",)
-"""Versions of Megatron-Core that the exactness tests ran on."""
+TESTED_VERSIONS = ("0.19.2", "0.19.1")
+"""Versions of Megatron-Core that the tests ran on. A checkout of tag core_v0.19.0 calls itself 0.19.1; what is used of
+it here is as in 0.19.2."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ HOOKS = (
     Hook("pipeline_parallel.schedules", "forward_backward_pipelining_with_interleaving", "a call at vpp", _SCHEDULE),
     Hook("utils", "get_model_config", "settings of a host's model"),
     Hook("utils", "get_attr_wrapped_model", "the runtime inside wrapped models"),
+    Hook("process_groups_config", "MultiModuleProcessGroupCollection", "refused in a host's call"),
+    Hook("package_info", "__shortversion__", "the version"),
     # layout
     Hook("parallel_state", "", "ranks and groups"),
     Hook(
@@ -93,6 +96,7 @@ HOOKS = (
             "deterministic_mode",
         ),
     ),
+    Hook("transformer.mlp", "MLP", "which layers of a host's model can be adopted"),
     Hook("transformer.transformer_config", "MLATransformerConfig", "settings", ("dsa_indexer_topk_freq", "rope_type")),
     # layers of every architecture
     Hook("models.gpt", "GPTModel", "the model", ("vp_stage", "rotary_percent", "transformer_layer_spec")),

@@ -17,12 +17,10 @@ from typing import Any
 
 from megatron_longstraw.config import ConfigError, ScheduleConfig
 from megatron_longstraw.drop_in import get_forward_backward_func
+from megatron_longstraw.hooks import TESTED_VERSIONS
 from megatron_longstraw.models.adopt import adopt
 
-__all__ = ["HOSTS", "TESTED_VERSIONS", "adopt", "install", "uninstall"]
-
-TESTED_VERSIONS = ("0.19.2", "0.19.1")
-"""Of megatron-core. A checkout of tag core_v0.19.0 calls itself 0.19.1; what is used of it here is as in 0.19.2."""
+__all__ = ["HOSTS", "adopt", "install", "uninstall"]
 
 HOSTS = (
     "megatron.training.training",
