@@ -10,8 +10,7 @@ don't: the ranks gather all queries, attend over their own rows, and scatter the
 then get their whole gradient on the rank itself, with no reduction.
 
 Which kernel runs (a choice by device and dtype, never a fallback): on CPU torch's flash attention; on CUDA
-torch's flash attention for bfloat16 and float16, and matrix products in blocks for float32 and float64. The
-CUDA kernels are called as their signatures in torch 2.11 say, and have not run on a GPU yet.
+torch's flash attention for bfloat16 and float16, and matrix products in blocks for float32 and float64.
 
 Shapes: T tokens of the segment, S keys, H query heads of this rank, K key/value heads (K divides H), D head
 dimension, W ranks that share rows. Statistics (lse) and merged results are float32, or float64 for float64.
