@@ -38,9 +38,10 @@ def test_peak_does_not_depend_on_the_number_of_responses(ranks: Ranks) -> None:
         return [min(peaks) for peaks in zip(*([r["peak"] for r in result] for result in tries), strict=True)]
 
     for layout in (Layout(), Layout(tp=2), Layout(pp=2)):
-        grown = [b - a for a, b in zip(least(layout, 2), least(layout, 8), strict=True)]
+        few, many = least(layout, 2), least(layout, 8)
+        grown = [b - a for a, b in zip(few, many, strict=True)]
         assert grown == [ids] * (layout.pp - 1) * layout.tp + [ids + outputs] * layout.tp, layout
-        assert max(grown) < 0.002 * min(least(layout, 2)), layout
+        assert max(grown) < 0.002 * min(few), layout
 
 
 def test_prompt_costs_its_state_and_no_more(ranks: Ranks) -> None:

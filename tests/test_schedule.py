@@ -64,7 +64,9 @@ def test_two_steps_equal_stock_and_one_rank(
         check_same(join([r["steps"][step][side] for r in results]), want, dtype)
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=4)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(tp=2), pytest.param(Layout(tp=4), marks=pytest.mark.slow)], ids=str
+)
 def test_megatrons_own_attention_agrees(ranks: Ranks, layout: Layout) -> None:
     """The stock side with Megatron's DotProductAttention, which shares no code with ours."""
     results = ranks.run(layout, two_steps, tiny_run(layout, dtype="float64"), edge_groups()[:3], "megatron")
