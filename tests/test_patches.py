@@ -6,6 +6,7 @@ core_v0.19.0.
 
 import importlib.util
 import os
+import resource
 import shlex
 import shutil
 import subprocess
@@ -24,13 +25,13 @@ from megatron_longstraw.float64 import keep_float64
 from tests.exactness import UNEVEN, tiny_run
 from tests.hosts import LENGTH, build_host, edge_samples
 from tests.ranks import Layout, Ranks
-from tests.torchrun import ROOT
+from tests.torchrun import ROOT, drop_override
 
 APPLY = ROOT / "patches" / "apply.sh"
 
 
-def _apply(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([APPLY, *map(str, arguments)], text=True, capture_output=True)
+def _apply(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([APPLY, *map(str, arguments)], text=True, capture_output=True, **options)
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -123,15 +124,98 @@ def test_a_tree_that_is_patched_in_part_is_refused(tree: Path) -> None:
         assert _files(tree) == before
 
 
+def test_a_tree_with_other_line_ends_is_told_so(tree: Path) -> None:
+    file = tree / "megatron" / "training" / "training.py"
+    file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
+    before = _files(tree)
+    refused = _apply(tree)
+    assert refused.returncode == 1
+    assert "lines of megatron/training/training.py end in CR LF" in refused.stderr
+    assert "arguments.py end" not in refused.stderr
+    assert _files(tree) == before
+
+
+@pytest.mark.parametrize("link", ["megatron", "megatron/training", "megatron/training/arguments.py"])
+@pytest.mark.parametrize("flags", [[], ["--check"], ["--reverse"]], ids=["apply", "check", "reverse"])
+def test_a_symbolic_link_is_told_as_one(tree: Path, link: str, flags: list[str]) -> None:
+    (tree / link).rename(tree / "moved")
+    (tree / link).symlink_to(tree / "moved")
+    before = _files(tree)
+    refused = _apply(*flags, tree)
+    assert refused.returncode == 3
+    assert f"{tree}/{link} is a symbolic link" in refused.stderr and "differs" not in refused.stderr
+    assert _files(tree) == before
+
+
+def test_files_that_cant_be_written_are_told_before_one_is_changed(tree: Path) -> None:
+    folder = tree / "megatron" / "training"
+    before = _files(tree)
+    for path, mode in ((folder / "training.py", 0o444), (folder, 0o555)):
+        path.chmod(mode)
+        for flags in ([], ["--check"]):
+            refused = _apply(*flags, tree, preexec_fn=drop_override)
+            assert refused.returncode == 3, refused.stderr
+            assert f"{path} can't be written" in refused.stderr and "nothing was changed" in refused.stderr
+        assert _apply("--reverse", tree, preexec_fn=drop_override).returncode == 0  # has nothing to do
+        path.chmod(mode | 0o200)
+    assert _files(tree) == before
+    assert _apply(tree, preexec_fn=drop_override).returncode == 0
+
+
+def test_files_are_put_back_where_writing_fails(tree: Path) -> None:
+    """The larger file, which comes last, grows over a limit on file sizes, as on a full disk."""
+    (tree / "tmp").mkdir()
+    before = _files(tree)
+    sizes = {name: len(before[name]) for name in TRAINING}
+    assert max(sizes, key=sizes.__getitem__).endswith("training.py")
+    limit = max(sizes.values()) + 1
+
+    def limit_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    # SIGXFSZ stays ignored, as Python has it: the write is an error
+    environment = {**os.environ, "TMPDIR": str(tree / "tmp")}
+    failed = _apply(tree, preexec_fn=limit_files, restore_signals=False, env=environment)
+    assert failed.returncode == 3
+    assert "they are back as they were" in failed.stderr
+    assert _files(tree) == before  # no copies left in tmp either
+    assert _apply(tree).returncode == 0
+
+
 def test_wrong_usage_is_named(tmp_path: Path) -> None:
     for arguments, words in (
         ([], "usage"),
         (["--revert", tmp_path], "usage"),
+        (["--revert"], "usage"),
         ([tmp_path / "no"], "is not a folder"),
         ([tmp_path], "has no megatron/training/training.py"),
+        (["-"], "- is not a folder"),
     ):
-        wrong = _apply(*arguments)
+        wrong = _apply(*arguments, cwd=tmp_path, env={**os.environ, "OLDPWD": str(ROOT)})
         assert wrong.returncode == 2 and words in wrong.stderr, wrong.stderr
+
+
+def test_help_of_the_patches() -> None:
+    for flag in ("--help", "-h"):
+        shown = _apply(flag)
+        assert shown.returncode == 0 and not shown.stderr
+        assert "patches/apply.sh [--check | --reverse] CHECKOUT" in shown.stdout and "Exit status" in shown.stdout
+
+
+@pytest.mark.parametrize("name", ["hosts", "-"])
+def test_the_folder_is_the_one_named(tree: Path, tmp_path: Path, name: str) -> None:
+    """With CDPATH, cd takes others and prints them; "cd -" goes back; with GIT_DIR, git takes another root."""
+    tree.rename(tmp_path / name)
+    (tmp_path / "patches").symlink_to(APPLY.parent)
+    other = tmp_path / "other"
+    (other / name).mkdir(parents=True)
+    subprocess.run(["git", "init", "-q", other], check=True)
+    elsewhere = {"CDPATH": f"{other}:{tmp_path}", "OLDPWD": str(other), "GIT_DIR": str(other / ".git")}
+    environment = {**os.environ, **elsewhere, "GIT_WORK_TREE": str(tmp_path)}
+    command = ["patches/apply.sh", "--check", name]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "training.patch: absent" in done.stdout
 
 
 MEGATRON = shlex.split("""

@@ -1,5 +1,6 @@
 """The command line under torchrun, on CPU ranks."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -25,6 +26,12 @@ def start_torchrun(ranks: int, *arguments: Any, **options: Any) -> subprocess.Po
     """The same, without waiting for its end; options are of subprocess.Popen."""
     command, environment = _command(ranks, *arguments)
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **options)
+
+
+def drop_override() -> None:
+    """Before exec in a child: root then needs the permissions that others need, to write its own files too."""
+    drop_from_bounding_set, override = 24, 1  # PR_CAPBSET_DROP, CAP_DAC_OVERRIDE of Linux
+    ctypes.CDLL(None).prctl(drop_from_bounding_set, override)
 
 
 def _command(ranks: int, *arguments: Any) -> tuple[list[str], dict[str, str]]:
