@@ -1,9 +1,11 @@
 # Shared by the launch scripts, which source it: options, checks of this machine, and the start of torchrun.
 # A script sets config (relative to the checkout), layout (in words), gpus (of a node; 0 for CPU ranks), ranks (of a
 # node) and base_nodes (what the layout needs; a multiple of it is data parallel), then calls: launch "$@"
+# It may set fallback_rollouts, fallback_tokenizer and fallback_output (1: a temporary folder), for options not given.
 # shellcheck shell=bash disable=SC2154
 
-checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+unset CDPATH # with it, cd prints the folder
+checkout=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 script=${0##*/}
 
 fail() {
@@ -18,10 +20,10 @@ usage: launch/$script ${model:+glm52|qwen36 }--rollouts FILE --output DIR [optio
 Trains $config ($layout) on $base_nodes x $ranks ranks, or on a multiple of $base_nodes nodes.
 Run it once on each node; launch/slurm.sh does that under Slurm.
 
-  --rollouts FILE     rollout groups (JSONL); every node reads it
-  --output DIR        folder for metrics.jsonl and weights/, shared by all nodes
+  --rollouts FILE     rollout groups (JSONL); every node reads it${fallback_rollouts:+ (default: $fallback_rollouts)}
+  --output DIR        folder for metrics.jsonl and weights/, shared by all nodes${fallback_output:+ (default: a temporary one)}
   --weights DIR       HuggingFace folder (safetensors) to start from; by default weights are drawn from the seed
-  --tokenizer PATH    tokenizer.json or its folder, or "bytes" (default: $default_tokenizer)
+  --tokenizer PATH    tokenizer.json or its folder, or "bytes" (default: ${fallback_tokenizer:-the folder of --weights})
   --nnodes N          nodes of the run (default $base_nodes)
   --node-rank R       which of them this is, from 0 (needed where there are several)
   --master-addr HOST  where node 0 listens (needed where there are several)
@@ -30,7 +32,8 @@ Run it once on each node; launch/slurm.sh does that under Slurm.
   --print             show the command of this node, start nothing, and check no files or GPUs
   --help              this text
 
-Ctrl-C, or SIGTERM to this script, ends the run after its current step, with the weights saved; twice ends it at once.
+Ctrl-C, or SIGTERM or SIGHUP to this script, ends the run after its current step, with the weights saved, or
+at once where no rank has started yet; a second one kills this node's ranks at once.
 END
 }
 
@@ -56,26 +59,33 @@ parse() {
 }
 
 check_options() {
+    rollouts=${rollouts:-$fallback_rollouts}
     if [ -z "$rollouts" ]; then fail "--rollouts FILE is missing"; fi
-    if [ -z "$output" ]; then fail "--output DIR is missing"; fi
+    if [ -z "$output$fallback_output" ]; then fail "--output DIR is missing"; fi
     if [ -z "$tokenizer" ]; then tokenizer=${weights:-$fallback_tokenizer}; fi
     if [ -z "$tokenizer" ]; then fail "--weights DIR or --tokenizer PATH is missing: the text of rollouts needs a tokenizer"; fi
-    whole_number --nnodes "$nnodes"
-    if [ "$nnodes" -lt 1 ] || [ $((nnodes % base_nodes)) -ne 0 ]; then
+    whole_number --nnodes "$nnodes" 1 99999
+    if [ $((nnodes % base_nodes)) -ne 0 ]; then
         fail "--nnodes $nnodes: needs a multiple of $base_nodes nodes of $ranks ranks ($layout)"
     fi
     if [ "$nnodes" -gt 1 ]; then
         if [ -z "$node_rank" ]; then fail "--node-rank is missing: which of the $nnodes nodes this is, from 0"; fi
         if [ -z "$master_addr" ]; then fail "--master-addr is missing: the host of node 0"; fi
+        if [ -z "$output" ]; then fail "--output DIR is missing: the $nnodes nodes share it"; fi
     fi
     node_rank=${node_rank:-0} master_addr=${master_addr:-127.0.0.1}
-    whole_number --node-rank "$node_rank"
-    whole_number --master-port "$master_port"
-    if [ "$node_rank" -ge "$nnodes" ]; then fail "--node-rank $node_rank: needs 0 to $((nnodes - 1)), for $nnodes nodes"; fi
+    whole_number --node-rank "$node_rank" 0 $((nnodes - 1))
+    whole_number --master-port "$master_port" 1 65535
+    if [ -z "$output" ]; then output=$(mktemp -u -t longstraw.XXXXXXXXXX); fi # a name: the ranks make the folder
 }
 
+# Its option, the value, and the least and the largest, of at most five digits: bash counts to 2^63 only.
 whole_number() {
-    case $2 in '' | 0?* | *[!0-9]*) fail "$1 $2: needs a whole number" ;; esac
+    case $2 in
+    '' | 0?* | *[!0-9]* | ??????*) ;;
+    *) if [ "$2" -ge "$3" ] && [ "$2" -le "$4" ]; then return; fi ;;
+    esac
+    fail "$1 $2: needs a whole number from $3 to $4"
 }
 
 find_python() {
@@ -95,11 +105,52 @@ check_machine() {
     fi
     [ "$tokenizer" = bytes ] || [ -e "$tokenizer" ] ||
         fail "--tokenizer $tokenizer: no such file or folder on this node ($HOSTNAME)"
-    local found
-    # the package's own torch, which honours CUDA_VISIBLE_DEVICES, as the ranks will
-    found=$("$python" -c 'import megatron_longstraw, torch; print(torch.cuda.device_count())' 2>&1) ||
-        fail "--python $python: can't import megatron_longstraw and torch (${found##*$'\n'}); run make setup"
+    if [ -e "$output/metrics.jsonl" ]; then
+        fail "--output $output: a run's metrics.jsonl is there already; name another folder"
+    fi
+    check_writable "$output"
+    check_writable "$output/weights"
+    check_run
+}
+
+# That files can go into a folder which is there, or can be made.
+check_writable() {
+    local folder=$1
+    while [ ! -e "$folder" ] && [ "${folder%/*}" != "$folder" ]; do folder=${folder%/*}; done
+    if [ -z "$folder" ]; then folder=/; fi
+    if [ ! -e "$folder" ]; then folder=.; fi
+    if [ ! -d "$folder" ]; then fail "--output $output: can't be written: $folder is no folder"; fi
+    if [ ! -w "$folder" ] || [ ! -x "$folder" ]; then
+        fail "--output $output: can't be written on this node ($HOSTNAME): $folder allows no new files"
+    fi
+}
+
+# The options of train by its own parser, then what each rank checks; and the package's own torch, which honours
+# CUDA_VISIBLE_DEVICES as the ranks will, counts the GPUs.
+check_run() {
+    local found status=0
+    found=$("${run_python[@]}" -c '
+import sys
+
+import torch
+from megatron_longstraw import cli, config, distributed, doctor
+
+distributed.quiet()
+try:
+    run = cli.load_run(cli.make_parser().parse_args(sys.argv[2:]))
+    doctor.check_run(run, int(sys.argv[1]))
+    doctor.check_files(run)
+except (config.ConfigError, OSError) as error:
+    print("error:", str(error).replace("\n", " "), flush=True)
+    sys.exit(2)
+print(torch.cuda.device_count(), flush=True)
+' $((nnodes * ranks)) "${arguments[@]}" 2>&1) || status=$?
     found=${found##*$'\n'}
+    case $status in
+    0) ;;
+    2) fail "${found#*error: } (told by $python on this node, $HOSTNAME)" ;;
+    *) fail "--python $python: can't import megatron_longstraw and torch, or they failed ($found); run make setup" ;;
+    esac
     if [ "$gpus" -gt 0 ] && [ "$found" != "$gpus" ]; then
         fail "this node ($HOSTNAME) shows $found GPUs: needs $gpus ($layout, $ranks ranks a node)"
     fi
@@ -107,34 +158,75 @@ check_machine() {
 
 # The command of this node; a path is quoted as YAML, which --set reads.
 make_command() {
-    command=()
-    if [ "$gpus" -eq 0 ]; then command+=(env OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=); fi
-    command+=("$python" -m torch.distributed.run --nnodes "$nnodes" --node-rank "$node_rank")
+    arguments=(train --config "$checkout/$config" --rollouts "$rollouts" --output "$output")
+    arguments+=(--set "data.tokenizer='${tokenizer//\'/\'\'}'")
+    if [ -n "$weights" ]; then arguments+=(--set "model.weights='${weights//\'/\'\'}'"); fi
+    if [ ${#extra[@]} -gt 0 ]; then arguments+=("${extra[@]}"); fi
+    run_python=("$python")
+    if [ "$gpus" -eq 0 ]; then run_python=(env OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= "$python"); fi
+    command=("${run_python[@]}" -m torch.distributed.run --nnodes "$nnodes" --node-rank "$node_rank")
     command+=(--master-addr "$master_addr" --master-port "$master_port" --nproc-per-node "$ranks")
-    command+=(-m megatron_longstraw train --config "$checkout/$config" --rollouts "$rollouts" --output "$output")
-    command+=(--set "data.tokenizer='${tokenizer//\'/\'\'}'")
-    if [ -n "$weights" ]; then command+=(--set "model.weights='${weights//\'/\'\'}'"); fi
-    if [ ${#extra[@]} -gt 0 ]; then command+=("${extra[@]}"); fi
+    command+=(-m megatron_longstraw "${arguments[@]}")
+}
+
+# Processes that torchrun started, by the fourth field of /proc/*/stat, behind a name that may hold anything.
+list_ranks() {
+    local stat line
+    local -a fields
+    for stat in /proc/[0-9]*/stat; do
+        { read -r line <"$stat"; } 2>/dev/null || continue # it has ended
+        read -r -a fields <<<"${line##*) }"
+        if [ "${fields[1]:-}" = "$torchrun" ]; then
+            stat=${stat#/proc/}
+            printf '%s\n' "${stat%/stat}"
+        fi
+    done
 }
 
 # torchrun kills its ranks 30 s after a signal. So it gets none: the ranks do, and take the time that a step needs.
+# Before it has any, it waits for other nodes and gets SIGTERM, which ends it; SIGINT would wait with it.
+pass_on() {
+    local started rank
+    started=$(list_ranks)
+    if [ "$signals" -gt 1 ]; then
+        for rank in $torchrun $started; do # each leads a group of its own
+            kill -KILL -- "-$rank" 2>/dev/null || kill -KILL "$rank" 2>/dev/null || true
+        done
+    elif [ -n "$started" ]; then
+        # shellcheck disable=SC2086 # one argument a rank
+        kill "-$1" $started 2>/dev/null || true
+    else
+        kill -TERM "$torchrun" 2>/dev/null || true
+    fi
+}
+
+# A status and the signal for the ranks, which know INT and TERM. A signal may come before torchrun has an id.
+on_signal() {
+    ended=$1
+    signals=$((signals + 1))
+    if [ -n "$torchrun" ]; then pass_on "$2"; fi
+}
+
 run_command() {
-    setsid "${command[@]}" &
+    local status seen
+    torchrun='' ended=0 signals=0
+    trap 'on_signal 129 TERM' HUP
+    trap 'on_signal 130 INT' INT
+    trap 'on_signal 143 TERM' TERM
+    (trap - INT && exec setsid "${command[@]}") & # bash has it ignore SIGINT, and its ranks would while they start
     torchrun=$!
-    local status=0 ended=0
-    trap 'ended=130; pkill -INT -P "$torchrun" || true' INT
-    trap 'ended=143; pkill -TERM -P "$torchrun" || true' TERM
-    while kill -0 "$torchrun" 2>/dev/null; do
-        status=0
-        wait "$torchrun" || status=$? # a trap ends it early
+    if [ "$signals" -gt 0 ]; then pass_on TERM; fi
+    while :; do
+        seen=$signals status=0
+        wait "$torchrun" || status=$?
+        if [ "$signals" -eq "$seen" ]; then break; fi # else a trap ended it
     done
     if [ "$status" -ne 0 ] && [ "$ended" -ne 0 ]; then status=$ended; fi # torchrun has 1 for all
     exit "$status"
 }
 
 launch() {
-    fallback_tokenizer=${fallback_tokenizer:-}
-    default_tokenizer=${fallback_tokenizer:-the folder of --weights}
+    fallback_rollouts=${fallback_rollouts:-} fallback_tokenizer=${fallback_tokenizer:-} fallback_output=${fallback_output:-}
     parse "$@"
     check_options
     find_python
@@ -145,5 +237,6 @@ launch() {
         exit 0
     fi
     check_machine
+    if [ -n "$fallback_output" ]; then printf '%s: output goes to %s\n' "$script" "$output" >&2; fi
     run_command
 }

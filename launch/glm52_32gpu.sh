@@ -3,7 +3,7 @@
 # shellcheck disable=SC2034 # read by launch
 set -euo pipefail
 # shellcheck source=launch/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 config=examples/glm52/glm52_32gpu.yaml
 layout="tp 8 x pp 4, ep 8"

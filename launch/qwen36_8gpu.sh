@@ -3,7 +3,7 @@
 # shellcheck disable=SC2034 # read by launch
 set -euo pipefail
 # shellcheck source=launch/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 config=examples/qwen36/qwen36_8gpu.yaml
 layout="tp 8"

@@ -150,7 +150,7 @@ def _run(run: RunConfig, world_size: int | None, nodes: int | None, problems: li
     checks: list[Callable[[], None]] = [
         lambda: rows.extend((what, kernel, "") for what, kernel in check_run(run, ranks).items()),
         lambda: _check_gpus(ranks, nodes or 1) if world_size or nodes else None,
-        lambda: _check_files(run),
+        lambda: check_files(run),
     ]
     if problems:  # without Megatron's hooks nothing of ours imports
         checks = checks[1:]
@@ -178,7 +178,8 @@ def _check_gpus(ranks: int, nodes: int) -> None:
         )
 
 
-def _check_files(run: RunConfig) -> None:
+def check_files(run: RunConfig) -> None:
+    """Reads the tokenizer and the heads of the weights' files; ConfigError where they can't be used."""
     load_tokenizer(run.data.tokenizer)
     if run.model.weights is not None:
         from megatron_longstraw.models import weight_map

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -85,7 +85,7 @@ class SafetensorsFolder:
     def _slice(self, name: str) -> Any:
         file = self._files[name]
         if file not in self._open:
-            self._open[file] = safe_open(self.path / file, framework="pt")
+            self._open[file] = _open_file(self.path / file)
         return self._open[file].get_slice(name)
 
     def _find_files(self) -> dict[str, str]:
@@ -93,11 +93,18 @@ class SafetensorsFolder:
             return dict(json.loads((self.path / _INDEX).read_text(encoding="utf-8"))["weight_map"])
         found = {}
         for file in sorted(self.path.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as tensors:
+            with _open_file(file) as tensors:
                 found.update(dict.fromkeys(tensors.keys(), file.name))
         if not found:
             raise WeightError(f"{self.path}: no safetensors files here; needs a HuggingFace checkpoint's folder")
         return found
+
+
+def _open_file(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:  # cut short, or another format
+        raise WeightError(f"{path}: can't be read: {error}; needs a safetensors file") from error
 
 
 def load_weights(model_chunks: Sequence[Any], path: str | Path, weight_map: WeightMap) -> SafetensorsFolder:

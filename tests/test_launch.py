@@ -1,12 +1,15 @@
 """The launch scripts: the command that each prints is one that the package takes, and what they refuse."""
 
+import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from megatron_longstraw.cli import load_run, make_parser
 from megatron_longstraw.config import RunConfig
 from megatron_longstraw.rollouts import load_tokenizer, read_groups
 from tests.ranks import Layout, Ranks
-from tests.torchrun import ROOT
+from tests.torchrun import ROOT, drop_override
 
 LAUNCH = ROOT / "launch"
 INPUT = ["--rollouts", "groups.jsonl", "--output", "runs/it's 1"]
@@ -105,8 +108,9 @@ def test_cpu_smoke_has_the_flags_of_the_big_one(ranks: Ranks, model: str, script
     assert ranks.run(Layout(), _layers, run, int(smoke_torchrun["--nproc-per-node"])) == ["local"]
 
 
-def test_cpu_smoke_makes_rollouts_that_can_be_read() -> None:
+def test_cpu_smoke_has_rollouts_that_can_be_read() -> None:
     run, options = _run(_split(_printed("cpu_smoke.sh", "glm52"))[1])
+    assert not options.output.exists()
     tokenizer, vocab_size = load_tokenizer(run.data.tokenizer), run.model.vocab_size
     groups = list(read_groups(options.rollouts, tokenizer=tokenizer, vocab_size=vocab_size, temperature=1.0))
     assert [len(group.responses) for group in groups] == [2, 2]
@@ -114,8 +118,9 @@ def test_cpu_smoke_makes_rollouts_that_can_be_read() -> None:
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "cpu_smoke.sh", "slurm.sh"])
-def test_help(script: str) -> None:
-    done = _launch(script, "--help")
+def test_help(tmp_path: Path, script: str) -> None:
+    done = _launch(script, "--help", env={"TMPDIR": str(tmp_path)})
+    assert not list(tmp_path.iterdir())
     assert done.returncode == 0
     assert "--rollouts FILE" in done.stdout
     assert not done.stderr
@@ -132,7 +137,8 @@ def test_help(script: str) -> None:
         ("qwen36_8gpu.sh", [*INPUT, "--weigths=/w"], "unknown argument --weigths"),
         ("qwen36_8gpu.sh", [*INPUT, "--weights", "/w", "--nnodes", "two"], "--nnodes two: needs a whole number"),
         ("qwen36_8gpu.sh", [*INPUT, "--weights", "/w", "--nnodes=2"], "--node-rank is missing"),
-        ("qwen36_8gpu.sh", [*INPUT, "--weights", "/w", "--node-rank", "1"], "--node-rank 1: needs 0 to 0"),
+        ("qwen36_8gpu.sh", [*INPUT, "--weights", "/w", "--node-rank", "1"], "--node-rank 1: needs a whole number"),
+        ("cpu_smoke.sh", ["qwen36", *NODE, "--nnodes=3"], "--output DIR is missing: the 3 nodes share it"),
         ("glm52_32gpu.sh", [*INPUT, "--weights", "/w", *NODE, "--nnodes", "6"], "--nnodes 6: needs a multiple of 4"),
         ("glm52_32gpu.sh", [*INPUT, "--weights", "/w", "--node-rank", "1"], "--master-addr is missing"),
         ("qwen36_8gpu.sh", [*INPUT, "--weights", "/w"], "--rollouts groups.jsonl: no such file"),
@@ -141,8 +147,23 @@ def test_help(script: str) -> None:
         ("slurm.sh", [str(LAUNCH / "qwen36_8gpu.sh")], "this is no Slurm job"),
     ],
 )  # fmt: skip
-def test_wrong_arguments_are_one_line(script: str, arguments: list[str], message: str) -> None:
-    assert message in _refused(script, *arguments)
+def test_wrong_arguments_are_one_line(tmp_path: Path, script: str, arguments: list[str], message: str) -> None:
+    assert message in _refused(script, *arguments, env={"TMPDIR": str(tmp_path)})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "needed"),
+    [
+        ("--nnodes", [0, 2**63, 2**64 + 1, 10**20 - 1, "1e3", "-1", "01"], "from 1 to 99999"),
+        ("--node-rank", [1, 2**64, 10**20], "from 0 to 0"),
+        ("--master-port", [0, 65536, 70000, 2**64 + 29500], "from 1 to 65535"),
+    ],
+)
+def test_numbers_are_held_against_their_ranges(option: str, values: list[Any], needed: str) -> None:
+    for value in values:
+        refused = _refused("qwen36_8gpu.sh", *INPUT, "--weights", "/w", option, value)
+        assert f"{option} {value}: needs a whole number {needed}" in refused
 
 
 @pytest.fixture
@@ -172,6 +193,62 @@ def test_wrong_machine_is_told_before_a_rank_starts(tmp_path: Path, fake_python:
         assert message in _refused("qwen36_8gpu.sh", *inputs, *python, *arguments)
     assert "can't import megatron_longstraw and torch" in _refused("qwen36_8gpu.sh", *inputs, "--python", "/bin/false")
     assert not (tmp_path / "started").exists()
+
+
+def test_output_that_cant_be_used_is_told_before_a_rank_starts(
+    tmp_path: Path, fake_python: Path, inputs: list[Any]
+) -> None:
+    used, locked = tmp_path / "used", tmp_path / "locked"
+    used.mkdir()
+    (used / "metrics.jsonl").touch()
+    (locked / "weights").mkdir(parents=True)
+    (locked / "weights").chmod(0o555)
+    for output, message in (
+        (used, "a run's metrics.jsonl is there already"),
+        (fake_python, "python is no folder"),
+        (fake_python / "new" / "run", "python is no folder"),
+        (locked, "locked/weights allows no new files"),
+        (locked / "weights" / "new" / "run", "locked/weights allows no new files"),
+    ):
+        arguments = [*inputs, "--output", output, "--python", fake_python]
+        refused = _refused("qwen36_8gpu.sh", *arguments, preexec_fn=drop_override)
+        assert f"--output {output}: " in refused and message in refused
+    assert not (tmp_path / "started").exists()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokenizer", ROOT / "examples"], f"data.tokenizer='{ROOT}/examples': got No such file"),
+        (["--", "--tp", "4"], "parallel.tp=4"),
+        (["--", "--stepz", "2"], "unrecognized arguments: --stepz 2"),
+    ],
+    ids=["tokenizer", "layout", "option"],
+)
+def test_what_ranks_would_refuse_is_told_before_one_starts(tmp_path: Path, arguments: list[Any], message: str) -> None:
+    arguments = ["--output", tmp_path / "run", "--python", sys.executable, *arguments]
+    assert message in _refused("cpu_smoke.sh", "qwen36", *arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_without_a_tokenizer_are_told_before_a_rank_starts(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    arguments = ["--weights", tmp_path, "--output", tmp_path / "run", "--python", sys.executable]
+    assert f"data.tokenizer='{tmp_path}': got No such file" in _refused("cpu_smoke.sh", "qwen36", *arguments)
+    arguments += ["--tokenizer", "bytes"]
+    assert f"{tmp_path}/model.safetensors: can't be read" in _refused("cpu_smoke.sh", "qwen36", *arguments)
+
+
+def test_cdpath_is_not_heard(tmp_path: Path) -> None:
+    """With it, cd takes a folder that it finds there, and prints it."""
+    (tmp_path / "launch").mkdir()
+    arguments = ["bash", "launch/cpu_smoke.sh", "glm52", *INPUT, "--print"]
+    environment = {**os.environ, "CDPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(arguments, cwd=ROOT, env=environment, text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    _, package = _split(shlex.split(done.stdout))
+    assert package[package.index("--config") + 1] == str(ROOT / "examples" / "glm52" / "tiny.yaml")
 
 
 def test_what_runs_is_what_is_printed(tmp_path: Path, fake_python: Path, inputs: list[Any]) -> None:
@@ -219,6 +296,113 @@ def test_cpu_smoke_trains(tmp_path: Path, model: str) -> None:
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["grad_norm"] > 0 for line in lines)
     assert list((output / "weights").glob("tp01-pp00.safetensors"))
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if int(stat.read_text().rpartition(") ")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _descendants(pid: int) -> list[int]:
+    return [d for child in _children(pid) for d in (child, *_descendants(child))]
+
+
+@contextlib.contextmanager
+def _smoke(tmp_path: Path, torchrun: str, *options: Any) -> Iterator[subprocess.Popen[str]]:
+    """cpu_smoke.sh with a command in the place of Python for torchrun, and without procps, which a container may lack.
+
+    Its standard output ends when all that it started have ended.
+    """
+    python, tools = tmp_path / "python", tmp_path / "tools"
+    python.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then echo 0; else exec {torchrun} "$@"; fi\n')
+    python.chmod(0o755)
+    tools.mkdir()
+    for name in ("bash", "env", "setsid", "dirname", "cat", "sleep"):
+        (tools / name).symlink_to(str(shutil.which(name)))
+    command = ["bash", LAUNCH / "cpu_smoke.sh", "qwen36", "--output", tmp_path / "run", "--python", python, *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": str(tools)}
+    with subprocess.Popen(list(map(str, command)), env=environment, text=True, stdout=subprocess.PIPE) as script:
+        yield script
+
+
+@contextlib.contextmanager
+def _remembered(script: subprocess.Popen[str]) -> Iterator[None]:
+    """What runs now is killed where the body fails."""
+    running = [script.pid, *_descendants(script.pid)]
+    try:
+        yield
+    except BaseException:
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise
+
+
+RANKS = """
+import signal, subprocess, sys
+
+NAMES = ("SIGHUP", "SIGINT", "SIGTERM")
+if sys.argv[1] == "rank":
+    subprocess.Popen(["sleep", "1000"])
+    for name in NAMES:
+        signal.signal(getattr(signal, name), lambda number, _: print(signal.Signals(number).name, flush=True))
+    print("up", flush=True)
+    while True:
+        signal.pause()
+for name in NAMES:
+    signal.signal(getattr(signal, name), lambda *_: print("torchrun got one", flush=True))
+command = ["sleep", "1000"] if "--starting" in sys.argv else [sys.executable, __file__, "rank"]
+ranks = [subprocess.Popen(command, start_new_session=True) for _ in range(2)]
+if "--starting" in sys.argv:
+    print("up\\nup", flush=True)
+sys.exit(max(rank.wait() != 0 for rank in ranks))
+"""
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+
+
+@SIGNALS
+def test_signal_ends_a_node_that_waits_for_others(tmp_path: Path, number: signal.Signals) -> None:
+    """The real torchrun, of node 1; node 0 takes its call and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as node0:
+        others = ["--nnodes", 2, "--node-rank", 1, "--master-addr", "127.0.0.1"]
+        with _smoke(tmp_path, sys.executable, *others, "--master-port", node0.getsockname()[1]) as script:
+            node0.settimeout(120)
+            call, _ = node0.accept()
+            with call, _remembered(script):
+                script.send_signal(number)
+                script.communicate(timeout=60)
+    assert script.returncode == 128 + number
+
+
+@SIGNALS
+def test_a_second_signal_kills_ranks_that_hear_none(tmp_path: Path, number: signal.Signals) -> None:
+    """The first goes to the ranks, and not to torchrun, which would kill them after 30 seconds."""
+    (tmp_path / "ranks.py").write_text(RANKS)
+    with _smoke(tmp_path, f"{sys.executable} {tmp_path}/ranks.py") as script:
+        assert [script.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+        with _remembered(script):
+            script.send_signal(number)
+            heard = "SIGINT" if number == signal.SIGINT else "SIGTERM"
+            assert [script.stdout.readline() for _ in range(2)] == [f"{heard}\n"] * 2
+            script.send_signal(number)
+            assert script.communicate(timeout=60)[0] == ""
+    assert script.returncode == 128 + number
+
+
+@SIGNALS
+def test_signal_ends_ranks_that_have_no_handler_yet(tmp_path: Path, number: signal.Signals) -> None:
+    """A script in the background has its commands ignore SIGINT, which ranks would inherit."""
+    (tmp_path / "ranks.py").write_text(RANKS)
+    with _smoke(tmp_path, f"{sys.executable} {tmp_path}/ranks.py", "--", "--starting") as script:
+        assert [script.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+        with _remembered(script):
+            script.send_signal(number)
+            assert script.communicate(timeout=60)[0] == ""
+    assert script.returncode == 128 + number
 
 
 @pytest.mark.slow
