@@ -312,10 +312,11 @@ def _descendants(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _smoke(tmp_path: Path, torchrun: str, *options: Any) -> Iterator[subprocess.Popen[str]]:
+def _smoke(tmp_path: Path, torchrun: str, *options: Any) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """cpu_smoke.sh with a command in the place of Python for torchrun, and without procps, which a container may lack.
 
-    Its standard output ends when all that it started have ended.
+    Its standard output ends when all that it started have ended. The list is for the ids of what the script started,
+    to be killed where a test fails.
     """
     python, tools = tmp_path / "python", tmp_path / "tools"
     python.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then echo 0; else exec {torchrun} "$@"; fi\n')
@@ -326,20 +327,14 @@ def _smoke(tmp_path: Path, torchrun: str, *options: Any) -> Iterator[subprocess.
     command = ["bash", LAUNCH / "cpu_smoke.sh", "qwen36", "--output", tmp_path / "run", "--python", python, *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": str(tools)}
     with subprocess.Popen(list(map(str, command)), env=environment, text=True, stdout=subprocess.PIPE) as script:
-        yield script
-
-
-@contextlib.contextmanager
-def _remembered(script: subprocess.Popen[str]) -> Iterator[None]:
-    """What runs now is killed where the body fails."""
-    running = [script.pid, *_descendants(script.pid)]
-    try:
-        yield
-    except BaseException:
-        for pid in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        raise
+        running: list[int] = []
+        try:
+            yield script, running
+        except BaseException:
+            for pid in {*running, script.pid, *_descendants(script.pid)}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise
 
 
 RANKS = """
@@ -369,10 +364,11 @@ def test_signal_ends_a_node_that_waits_for_others(tmp_path: Path, number: signal
     """The real torchrun, of node 1; node 0 takes its call and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as node0:
         others = ["--nnodes", 2, "--node-rank", 1, "--master-addr", "127.0.0.1"]
-        with _smoke(tmp_path, sys.executable, *others, "--master-port", node0.getsockname()[1]) as script:
+        with _smoke(tmp_path, sys.executable, *others, "--master-port", node0.getsockname()[1]) as (script, running):
             node0.settimeout(120)
             call, _ = node0.accept()
-            with call, _remembered(script):
+            running += _descendants(script.pid)
+            with call:
                 script.send_signal(number)
                 script.communicate(timeout=60)
     assert script.returncode == 128 + number
@@ -382,14 +378,14 @@ def test_signal_ends_a_node_that_waits_for_others(tmp_path: Path, number: signal
 def test_a_second_signal_kills_ranks_that_hear_none(tmp_path: Path, number: signal.Signals) -> None:
     """The first goes to the ranks, and not to torchrun, which would kill them after 30 seconds."""
     (tmp_path / "ranks.py").write_text(RANKS)
-    with _smoke(tmp_path, f"{sys.executable} {tmp_path}/ranks.py") as script:
+    with _smoke(tmp_path, f"{sys.executable} {tmp_path}/ranks.py") as (script, running):
         assert [script.stdout.readline() for _ in range(2)] == ["up\n"] * 2
-        with _remembered(script):
-            script.send_signal(number)
-            heard = "SIGINT" if number == signal.SIGINT else "SIGTERM"
-            assert [script.stdout.readline() for _ in range(2)] == [f"{heard}\n"] * 2
-            script.send_signal(number)
-            assert script.communicate(timeout=60)[0] == ""
+        running += _descendants(script.pid)
+        script.send_signal(number)
+        heard = "SIGINT" if number == signal.SIGINT else "SIGTERM"
+        assert [script.stdout.readline() for _ in range(2)] == [f"{heard}\n"] * 2
+        script.send_signal(number)
+        assert script.communicate(timeout=60)[0] == ""
     assert script.returncode == 128 + number
 
 
@@ -397,11 +393,11 @@ def test_a_second_signal_kills_ranks_that_hear_none(tmp_path: Path, number: sign
 def test_signal_ends_ranks_that_have_no_handler_yet(tmp_path: Path, number: signal.Signals) -> None:
     """A script in the background has its commands ignore SIGINT, which ranks would inherit."""
     (tmp_path / "ranks.py").write_text(RANKS)
-    with _smoke(tmp_path, f"{sys.executable} {tmp_path}/ranks.py", "--", "--starting") as script:
+    with _smoke(tmp_path, f"{sys.executable} {tmp_path}/ranks.py", "--", "--starting") as (script, running):
         assert [script.stdout.readline() for _ in range(2)] == ["up\n"] * 2
-        with _remembered(script):
-            script.send_signal(number)
-            assert script.communicate(timeout=60)[0] == ""
+        running += _descendants(script.pid)
+        script.send_signal(number)
+        assert script.communicate(timeout=60)[0] == ""
     assert script.returncode == 128 + number
 
 
