@@ -76,7 +76,11 @@ check_options() {
     node_rank=${node_rank:-0} master_addr=${master_addr:-127.0.0.1}
     whole_number --node-rank "$node_rank" 0 $((nnodes - 1))
     whole_number --master-port "$master_port" 1 65535
-    if [ -z "$output" ]; then output=$(mktemp -u -t longstraw.XXXXXXXXXX); fi # a name: the ranks make the folder
+    temporary=''
+    if [ -z "$output" ]; then
+        temporary=$(mktemp -u -t longstraw.XXXXXXXXXX) # a name: the ranks make the folder
+        output=$temporary
+    fi
 }
 
 # Its option, the value, and the least and the largest, of at most five digits: bash counts to 2^63 only.
@@ -237,6 +241,6 @@ launch() {
         exit 0
     fi
     check_machine
-    if [ -n "$fallback_output" ]; then printf '%s: output goes to %s\n' "$script" "$output" >&2; fi
+    if [ -n "$temporary" ]; then printf '%s: output goes to %s\n' "$script" "$temporary" >&2; fi
     run_command
 }

@@ -259,6 +259,20 @@ def test_what_runs_is_what_is_printed(tmp_path: Path, fake_python: Path, inputs:
     assert (tmp_path / "started").read_text().splitlines() == [*printed[1:], "--seed", "1"]
 
 
+def test_cpu_smoke_says_where_its_output_goes(tmp_path: Path, fake_python: Path) -> None:
+    """And leaves nothing there itself."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    for output, told in (([], True), (["--output", tmp_path / "run"], False)):
+        done = _launch("cpu_smoke.sh", "glm52", *output, "--python", fake_python, env={"TMPDIR": str(temporary)})
+        assert done.returncode == 0
+        started = (tmp_path / "started").read_text().splitlines()
+        folder = started[started.index("--output") + 1]
+        assert done.stderr == (f"cpu_smoke.sh: output goes to {folder}\n" if told else "")
+        assert folder.startswith(f"{temporary}/") == told
+    assert not list(temporary.iterdir())
+
+
 def test_slurm_hands_its_nodes_to_each(tmp_path: Path) -> None:
     """With scontrol and srun of our own; a real cluster is not here."""
     for name, body in (("scontrol", "printf 'gpu07\\ngpu08\\n'"), ("srun", 'printf "%s\\n" "$@"')):
