@@ -213,6 +213,7 @@ def _refusals() -> list[str]:
         return forward_step(triple_loss, iter(edge_samples()), chunk)
 
     sharded = model()
+    assert sharded.config.gtp_weight_remat_size == sharded.config.expert_gtp_weight_remat_size == 1  # their names
     sharded.config.gtp_weight_remat_size = 2
     several_modules = MultiModuleProcessGroupCollection.__new__(MultiModuleProcessGroupCollection)
     two_stages = [adopt(model()), model()]
