@@ -19,6 +19,7 @@ import pytest
 from megatron_longstraw import bench as module
 from megatron_longstraw.bench import COLUMNS, Point, Sweep, Table, bench, bisect, longest, ratio_lines, ratios
 from megatron_longstraw.bench_plot import draw
+from megatron_longstraw.child import EndedBySignal, signals_end_the_command
 from megatron_longstraw.cli import main
 from megatron_longstraw.config import ConfigError, load_config
 from tests.ranks import Layout, Ranks
@@ -316,12 +317,14 @@ def end(number, frame):
 signal.signal(signal.SIGTERM, end)
 Path("rank.new").write_text(str(rank.pid))
 Path("rank.new").rename("rank")
-rank.wait()
+time.sleep(600)
 """
 
 BENCH = """\
-import sys
+import signal, sys
 from megatron_longstraw import bench, cli
+for number in (signal.SIGINT, signal.SIGHUP):  # which nohup and background jobs ignore
+    signal.signal(number, signal.SIG_DFL)
 def measure(sweep, point, *, probe):
     if point.mode == "exact":
         with open("log", "w") as log:
@@ -332,9 +335,9 @@ cli.main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda s: s.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda s: s.name)
 def test_a_signal_ends_the_ranks_first(tmp_path: Path, number: signal.Signals) -> None:
-    """With a stand-in for torchrun; `test_a_signal_ends_torchrun_and_its_ranks` has the real one."""
+    """With a stand-in for torchrun; the next test has the real one."""
     (tmp_path / "torchrun.py").write_text(TORCHRUN)
     options = ["bench", *GOOD, "--output", "out", "--modes", "stock,exact"]
     command = [sys.executable, "-c", BENCH, *map(str, options)]
@@ -372,6 +375,18 @@ def test_a_signal_ends_torchrun_and_its_ranks(tmp_path: Path) -> None:
     assert errors == ""
     assert "SIGTERM ended it" in out
     assert not any(Path(f"/proc/{pid}").exists() for pid in (torchrun, rank))
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_end_the_command():
+            os.kill(os.getpid(), signal.SIGHUP)
+            with pytest.raises(EndedBySignal, match="SIGTERM ended it"):
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _below(pid: int) -> list[int]:
