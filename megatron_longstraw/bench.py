@@ -145,7 +145,8 @@ def longest(sweep: Sweep, measure: Callable[..., dict[str, Any]] | None = None) 
     prepare_output(sweep)
     measure = measure or measure_in_fresh_ranks
     held = sweep.gpu and sweep.memory_limit_gib is not None  # a probe under another limit says nothing of this one
-    table = Table(sweep.output / (f"longest-{sweep.memory_limit_gib:g}GiB.csv" if held else "longest.csv"))
+    name = f"longest-{sweep.memory_limit_gib}GiB.csv".replace(".0GiB", "GiB") if held else "longest.csv"
+    table = Table(sweep.output / name)
     chunk = sweep.run.schedule.prompt_chunk_tokens
 
     def fits(mode: str, chunks: int) -> bool:

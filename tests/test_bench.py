@@ -367,7 +367,7 @@ def test_a_signal_ends_torchrun_and_its_ranks(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
-        _wait_for(lambda: len(family := _below(process.pid)) > 1 and family, process)
+        _wait_for(lambda: len(_below(process.pid)) == 2, process)
         torchrun, rank = _below(process.pid)
         process.terminate()
         out, errors = process.communicate(timeout=90)
