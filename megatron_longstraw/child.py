@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO, Any
 
@@ -36,7 +36,9 @@ def signals_end_the_command() -> Iterator[None]:
         yield
 
 
-def run_child(command: Sequence[str], screen: IO[Any]) -> int:
+def run_child(
+    command: Sequence[str], screen: IO[Any] | None = None, environment: Mapping[str, str] | None = None
+) -> int:
     """Runs a command in a session of its own to its end, and returns its exit status.
 
     A signal to this process is handed to the child's group once, however often it comes: a second one would keep
@@ -44,14 +46,16 @@ def run_child(command: Sequence[str], screen: IO[Any]) -> int:
 
     Args:
         command: the program and its arguments.
-        screen: an open file that gets all that it writes.
+        screen: an open file that gets all that it writes; None leaves it to this process's own.
+        environment: of the child; None is this process's.
 
     Raises:
         EndedBySignal: after the child's end.
     """
     got: list[int] = []
     with _handled_by(lambda number, frame: got.append(number)):  # raising could lose the child that is just starting
-        child = subprocess.Popen(command, stdout=screen, stderr=subprocess.STDOUT, start_new_session=True)
+        errors = None if screen is None else subprocess.STDOUT
+        child = subprocess.Popen(command, stdout=screen, stderr=errors, env=environment, start_new_session=True)
         while not got:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(timeout=0.5)

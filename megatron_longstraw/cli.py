@@ -290,7 +290,12 @@ def _doctor(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     from megatron_longstraw.demo import demo
 
-    return demo(options.output)
+    try:
+        with signals_end_the_command():
+            return demo(options.output)
+    except EndedBySignal as end:
+        print(end, flush=True)
+        return 128 + end.number
 
 
 def _bench(options: argparse.Namespace) -> int:
