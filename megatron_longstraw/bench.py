@@ -2,7 +2,7 @@
 
     DIR/config.yaml     the run, with all overrides; a folder with another one is refused
     DIR/points.csv      a line a point, written as soon as it is measured
-    DIR/longest.csv     the same for the probes of --longest
+    DIR/longest.csv     the same for the probes of --longest (longest-0.5GiB.csv: of a GPU held to that limit)
     DIR/logs/           what each point's ranks printed
     DIR/R<n>.png        time against G, peak bytes against G and against P, for responses of n tokens
 
@@ -14,13 +14,12 @@ The FLOP bound of a mode is the time that it would take at the FLOP/s of the sto
 seconds(stock) * flops(mode) / flops(stock).
 """
 
+import contextlib
 import csv
 import dataclasses
 import functools
 import itertools
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from megatron_longstraw.child import run_child
 from megatron_longstraw.config import ConfigError, RunConfig
 
 MODES = ("stock", "stock-no-recompute", "detached", "exact")
@@ -49,6 +49,9 @@ _NUMBERS = (
     "loss",
 )
 COLUMNS = (*_KEYS, "ranks", "tp", "pp", "dtype", "architecture", "repeats", *_NUMBERS, "error")
+
+_HEAD = "# ranks: "
+"""How config.yaml begins."""
 
 Row = Mapping[str, Any]
 """Column -> value; None where the CSV file has nothing."""
@@ -78,6 +81,7 @@ class Sweep:
         repeats: timed steps of a point; the fastest counts.
         flops: whether to count FLOPs, in a step of their own.
         memory_limit_gib: of a rank, for `longest`.
+        gpu: ranks have a GPU each, whose allocator holds them to the limit; on the CPU counted bytes are compared.
     """
 
     run: RunConfig
@@ -90,6 +94,7 @@ class Sweep:
     repeats: int = 1
     flops: bool = True
     memory_limit_gib: float | None = None
+    gpu: bool = False
 
     def points(self) -> list[Point]:
         """All points; the modes of a shape one after the other, so that ratios are there early."""
@@ -139,24 +144,23 @@ def longest(sweep: Sweep, measure: Callable[..., dict[str, Any]] | None = None) 
     """
     prepare_output(sweep)
     measure = measure or measure_in_fresh_ranks
-    table = Table(sweep.output / "longest.csv")
-    limit = sweep.memory_limit_gib and sweep.memory_limit_gib * 2**30
-
+    held = sweep.gpu and sweep.memory_limit_gib is not None  # a probe under another limit says nothing of this one
+    name = f"longest-{sweep.memory_limit_gib}GiB.csv".replace(".0GiB", "GiB") if held else "longest.csv"
+    table = Table(sweep.output / name)
     chunk = sweep.run.schedule.prompt_chunk_tokens
 
     def fits(mode: str, chunks: int) -> bool:
         point = Point(mode, chunks * chunk, sweep.response_tokens[0], sweep.responses[0])
         if point not in table.rows:
             print(f"{point} ...", flush=True)
-            row = _row(sweep, point, measure(sweep, point, probe=True))
-            if not row["error"] and limit and row["peak_bytes"] > limit:
-                row["error"] = f"OutOfMemory: {row['peak_bytes']} bytes are more than the limit of {limit:.0f}"
-            table.add(point, row)
-            print("  " + _line(row), flush=True)
+            table.add(point, _row(sweep, point, measure(sweep, point, probe=True)))
+            print("  " + _line(table.rows[point]), flush=True)
         error = table.rows[point]["error"]
         if error and not _out_of_memory(error):
             raise ConfigError(f"{point}: can't tell whether it fits: {error}; see {sweep.output / 'logs'}")
-        return not error
+        within = _fits(sweep, table.rows[point])
+        print(f"{point} {'fits' if within else 'does not fit'}", flush=True)
+        return within
 
     found = {}
     for mode in sweep.modes:
@@ -165,6 +169,13 @@ def longest(sweep: Sweep, measure: Callable[..., dict[str, Any]] | None = None) 
         found[mode] = chunks * chunk, over * chunk
     print("\n".join(["", *_longest_lines(sweep, found), f"wrote {table.path}"]), flush=True)
     return found
+
+
+def _fits(sweep: Sweep, row: Row) -> bool:
+    """Whether a probe that ran, or ran out of memory, is within the sweep's limit, whatever it was under then."""
+    if sweep.gpu or sweep.memory_limit_gib is None or row["peak_bytes"] is None:
+        return not row["error"]
+    return bool(row["peak_bytes"] <= sweep.memory_limit_gib * 2**30)
 
 
 def _out_of_memory(error: str) -> bool:
@@ -249,15 +260,17 @@ def _parsed(row: Mapping[str, str]) -> Row:
 
 
 def prepare_output(sweep: Sweep) -> None:
-    """Makes the output folder, or takes the one of a sweep of the same run.
+    """Makes the output folder, or takes the one of a sweep of the same run, or of one that measured nothing.
 
     Raises:
         ConfigError: the folder holds something else, or can't be written.
     """
     output, config = sweep.output, sweep.output / "config.yaml"
-    text = f"# ranks: {sweep.ranks}\n" + yaml.safe_dump(_plain(dataclasses.asdict(sweep.run)), sort_keys=False)
+    text = f"{_HEAD}{sweep.ranks}\n" + yaml.safe_dump(_plain(dataclasses.asdict(sweep.run)), sort_keys=False)
     try:
-        if config.is_file() and config.read_text(encoding="utf-8") != text:
+        found = config.read_text(encoding="utf-8") if config.is_file() else text
+        unused = found.startswith(_HEAD) and not any(output.glob("*.csv"))  # of a run that was refused
+        if found != text and not unused:
             raise ConfigError(
                 f"--output {output}: holds a benchmark of another run or other ranks; name another folder"
             )
@@ -289,6 +302,7 @@ def measure_in_fresh_ranks(sweep: Sweep, point: Point, *, probe: bool) -> dict[s
 
     Raises:
         ConfigError: a rank refused the configuration: no point of the sweep would run.
+        EndedBySignal: SIGINT, SIGTERM or SIGHUP came; the ranks have ended.
     """
     name = f"{point.mode}-P{point.prompt_tokens}-R{point.response_tokens}-G{point.responses}"
     name += "-probe" if probe else ""
@@ -306,10 +320,10 @@ def measure_in_fresh_ranks(sweep: Sweep, point: Point, *, probe: bool) -> dict[s
         command += ["--probe"]
         command += [] if sweep.memory_limit_gib is None else ["--memory-limit-gib", str(sweep.memory_limit_gib)]
     with log.open("w", encoding="utf-8") as screen:
-        status = subprocess.run(command, stdout=screen, stderr=subprocess.STDOUT, check=False).returncode
+        status = run_child(command, screen)
     row: dict[str, Any] = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
-    if failure.exists():
-        told = json.loads(failure.read_text(encoding="utf-8"))
+    if failure.exists() and (text := failure.read_text(encoding="utf-8")):  # empty: ended before it could tell
+        told = json.loads(text)
         if told["kind"] == ConfigError.__name__:
             raise ConfigError(told["text"])
         row["error"] = f"{told['kind']}: {told['text']}"
@@ -324,14 +338,9 @@ def tell_failure(result: Path, error: Exception) -> None:
     Other ranks may wait for it in a collective until torchrun ends them, or fail because it has left.
     """
     text = str(error).strip().partition("\n")[0]
-    own = result.with_suffix(f".{os.getpid()}")
-    own.write_text(json.dumps({"kind": type(error).__name__, "text": text}), encoding="utf-8")
-    try:
-        os.link(own, result.with_suffix(".error"))  # whole, and only if there is none
-    except FileExistsError:
-        pass
-    finally:
-        own.unlink()
+    told = json.dumps({"kind": type(error).__name__, "text": text}).encode()
+    with contextlib.suppress(FileExistsError), result.with_suffix(".error").open("xb", buffering=0) as file:
+        file.write(told)  # at once: the other ranks' end may be this one's
 
 
 def _row(sweep: Sweep, point: Point, measured: Row) -> dict[str, Any]:

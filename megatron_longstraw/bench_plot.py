@@ -40,6 +40,7 @@ def draw(rows: Sequence[Row], output: Path) -> list[Path]:
         for axis in axes[:, -1]:
             axis.set_xscale("log", base=2)
             axis.set_xticks(prompts, [f"{prompt:,}" for prompt in prompts])
+            axis.set_xlim(prompts[0] / 1.1, prompts[-1] * 1.1)  # where all points failed there are no others
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
         first = same[0]
         figure.suptitle(

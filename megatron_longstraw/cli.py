@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_longstraw.bench import MODES, Point, Sweep, bench, longest, tell_failure
 from megatron_longstraw.bench_plot import draw
+from megatron_longstraw.child import EndedBySignal, signals_end_the_command
 from megatron_longstraw.config import ConfigError, RunConfig, load_config, parse_override
 
 _USAGE = """\
@@ -29,8 +30,8 @@ torchrun --nproc-per-node N -m megatron_longstraw train --config FILE --rollouts
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command, and exits.
 
-    With 0; with 1 where `compare` or `doctor` finds a fault; with 2 on wrong input; with 130 or 143 where SIGINT or
-    SIGTERM ended `train` before its last step.
+    With 0; with 1 where `compare` or `doctor` finds a fault, or a point of `bench` failed; with 2 on wrong input; with
+    130 or 143 where SIGINT or SIGTERM ended `train` or `bench` before its end.
     """
     options = make_parser().parse_args(arguments)
     try:
@@ -274,6 +275,9 @@ def _finite(value: Any) -> Any:
 def _doctor(options: argparse.Namespace) -> int:
     if options.config is None and (options.set or any(getattr(options, name, None) is not None for name in _OVERRIDES)):
         raise ConfigError("doctor: settings change what --config FILE says; name the file")
+    for option, value in (("--world-size", options.world_size), ("--nnodes", options.nnodes)):
+        if options.config is None and value is not None:
+            raise ConfigError(f"doctor: {option}={value} is of the run that --config FILE says; name the file")
     from megatron_longstraw.distributed import quiet
 
     quiet()
@@ -286,11 +290,25 @@ def _doctor(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     from megatron_longstraw.demo import demo
 
-    return demo(options.output)
+    try:
+        with signals_end_the_command():
+            return demo(options.output)
+    except EndedBySignal as end:
+        print(end, flush=True)
+        return 128 + end.number
 
 
 def _bench(options: argparse.Namespace) -> int:
     run = load_run(options)
+    _check_bench(options)
+    import torch
+
+    from megatron_longstraw.distributed import check_world_size
+
+    check_world_size(run.parallel, options.ranks)
+    gpus = torch.cuda.device_count()
+    if gpus and options.ranks > gpus:
+        raise ConfigError(f"--ranks {options.ranks}: this machine has {gpus} GPUs; needs at most one rank a GPU")
     sweep = Sweep(
         run=run,
         ranks=options.ranks,
@@ -302,21 +320,27 @@ def _bench(options: argparse.Namespace) -> int:
         repeats=options.repeats,
         flops=not options.no_flops,
         memory_limit_gib=options.memory_limit_gib,
+        gpu=gpus > 0,
     )
-    _check_bench(options)
-    import torch
+    try:
+        with signals_end_the_command():
+            return _longest(sweep) if options.longest else _bench_points(sweep)
+    except EndedBySignal as end:
+        print(f"{end}: what was measured is in {options.output}; the same command goes on", flush=True)
+        return 128 + end.number
 
-    from megatron_longstraw.distributed import check_world_size
 
-    check_world_size(run.parallel, options.ranks)
-    gpus = torch.cuda.device_count()
-    if gpus and options.ranks > gpus:
-        raise ConfigError(f"--ranks {options.ranks}: this machine has {gpus} GPUs; needs at most one rank a GPU")
-    if not options.longest:
-        rows = bench(sweep)
-        print(*(f"wrote {path}" for path in draw(rows, options.output)), sep="\n", flush=True)
-        return 0
-    if not gpus and options.memory_limit_gib is None:
+def _bench_points(sweep: Sweep) -> int:
+    rows = bench(sweep)
+    print(*(f"wrote {path}" for path in draw(rows, sweep.output)), sep="\n", flush=True)
+    failed = sum(bool(row["error"]) for row in rows)
+    if failed:
+        print(f"{failed} of {len(rows)} points failed: see their error and {sweep.output / 'logs'}", flush=True)
+    return 1 if failed else 0
+
+
+def _longest(sweep: Sweep) -> int:
+    if not sweep.gpu and sweep.memory_limit_gib is None:
         raise ConfigError("--longest on the CPU needs --memory-limit-gib: counted bytes are held against it")
     longest(sweep)
     return 0

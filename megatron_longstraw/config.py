@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from megatron_longstraw import megatron_settings
 from megatron_longstraw.pipeline_split import index_share_problem
+from megatron_longstraw.unique_yaml import NotYamlError, read_yaml
 
 Dtype = Literal["float32", "float64", "bfloat16"]
 PromptGradient = Literal["exact", "detached"]
@@ -120,7 +119,7 @@ class ScheduleConfig:
     """Positions in a page; pages are dealt round-robin over the ranks of an owner group."""
     boundary_interval: int = 1
     """Recurrent layers keep their state at every this-many-th prompt chunk, and run the chunks between forward once
-    more before the prompt backward; 1 keeps all. Has no meaning for models without such layers."""
+    more before the prompt backward; 1 keeps all. Architectures without such layers take only 1."""
     recompute: bool = True
     """Recompute each layer in backward, so that a micro-batch keeps one input per layer."""
     state_gradient_dtype: Literal["float32", "model"] = "float32"
@@ -270,6 +269,11 @@ class RunConfig:
             raise ConfigError(f"model.transformer.{contradiction}")
         if self.model.architecture == "qwen36":
             _check_gated_delta_net(self.model.transformer, self.parallel)
+        elif self.schedule.boundary_interval != 1:
+            raise ConfigError(
+                f"schedule.boundary_interval={self.schedule.boundary_interval} needs recurrent layers, which "
+                f"architecture {self.model.architecture} has not: leave it at 1"
+            )
         if self.parallel.ep > 1 and not self.model.transformer.get("num_moe_experts"):
             raise ConfigError(
                 f"parallel.ep={self.parallel.ep} needs experts: model.transformer.num_moe_experts is not set"
@@ -372,11 +376,11 @@ def load_config(
         ConfigError: the file can't be read, or a key is unknown, missing or contradicts another.
     """
     try:
-        tree = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+        tree = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror or error}") from error
-    except _NOT_YAML as error:
-        raise ConfigError(f"{path}: can't be read as YAML: {_reason(error)}") from error
+    except (NotYamlError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: can't be read as YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: needs a mapping with a 'model' section, got {type(tree).__name__}")
     sources = {key: (options or {}).get(key, f"--set {key}") for key, _ in overrides}
@@ -391,36 +395,15 @@ def load_config(
         raise ConfigError(f"{' and '.join(named)} over {path}: {text}" if named else f"{path}: {text}") from None
 
 
-_NOT_YAML = (ValueError, RecursionError, yaml.YAMLError)
-"""What PyYAML raises: also of bytes that are no text, of 2026-13-01, and of brackets in brackets without end."""
-
-
-def _reason(error: Exception) -> str:
-    return "nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """A safe loader that refuses a key that stands twice, of which YAML would drop the first."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if str(key) in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
-            seen.add(str(key))
-        return super().construct_mapping(node, deep)
-
-
 def parse_override(text: str) -> tuple[str, Any]:
     """Splits ``key=value`` of the command line; the value is read as YAML."""
     key, sign, value = text.partition("=")
     if not sign or not key.strip():
         raise ConfigError(f"--set {text!r}: needs KEY=VALUE, such as schedule.prompt_chunk_tokens=1024")
     try:
-        return key.strip(), yaml.safe_load(value)
-    except _NOT_YAML as error:
-        raise ConfigError(f"--set {text[:99]!r}: the value is not YAML: {_reason(error)}") from error
+        return key.strip(), read_yaml(value)
+    except NotYamlError as error:
+        raise ConfigError(f"--set {text[:99]!r}: the value is not YAML: {error}") from error
 
 
 def _override(tree: dict[str, Any], key: str, value: Any, source: str) -> None:

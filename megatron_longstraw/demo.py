@@ -7,7 +7,6 @@ piece of the Python reference, its responses are the text that really follows (r
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+from megatron_longstraw.child import run_child
 from megatron_longstraw.config import ConfigError
 
 _CONFIG = Path(__file__).resolve().parents[1] / "examples" / "dense" / "tiny.yaml"
@@ -69,7 +69,7 @@ def _torchrun(*arguments: str) -> int:
     command += ["-m", "megatron_longstraw", *arguments]
     # CPU ranks also on a machine with GPUs: two ranks can't share one over NCCL
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, env=environment, check=False).returncode
+    return run_child(command, environment=environment)
 
 
 def _summary(result: dict[str, Any]) -> str:

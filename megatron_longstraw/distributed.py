@@ -124,6 +124,42 @@ def together(*errors: type[Exception]) -> Iterator[None]:
     raise PeerError(f"rank {first} failed: {everyone[first]}") from mine
 
 
+_COMPARED = ("tp", "pp", "cp", "dp", "dp_cp")
+
+
+def check_process_groups(collection: Any, name: str) -> None:
+    """Refuses process groups that aren't parallel_state's: ranks that they leave out would be waited for.
+
+    Args:
+        collection: Megatron's ProcessGroupCollection, with all groups or some; None for parallel_state's own.
+        name: what to call it in an error.
+
+    Raises:
+        ConfigError: a group has other ranks; names it.
+    """
+    if collection is None:
+        return
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import MultiModuleProcessGroupCollection, ProcessGroupCollection
+
+    if isinstance(collection, MultiModuleProcessGroupCollection):
+        raise ConfigError(f"{name} has several modules: needs one model on one grid of ranks, or None")
+    if not parallel_state.is_initialized():
+        raise ConfigError(f"{name} is given, but not Megatron's parallel_state: call initialize_model_parallel first")
+    own = ProcessGroupCollection.use_mpu_process_groups(list(_COMPARED))
+    for field in _COMPARED:
+        group = getattr(collection, field, None)
+        if group is None:
+            continue
+        ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else []
+        needed = dist.get_process_group_ranks(getattr(own, field))
+        if ranks != needed:
+            raise ConfigError(
+                f"{name}.{field} has the ranks {ranks}: needs {needed}, as Megatron's parallel_state has, "
+                "whose ranks all take part; training on a part of them is not supported"
+            )
+
+
 class PeerError(RuntimeError):
     """Another rank failed; that rank tells the reason."""
 

@@ -180,7 +180,12 @@ def _check_gpus(ranks: int, nodes: int) -> None:
 
 def check_files(run: RunConfig) -> None:
     """Reads the tokenizer and the heads of the weights' files; ConfigError where they can't be used."""
-    load_tokenizer(run.data.tokenizer)
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    if tokenizer.vocab_size > run.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={run.model.vocab_size}: data.tokenizer={run.data.tokenizer!r} has "
+            f"{tokenizer.vocab_size} ids; needs as many rows or more"
+        )
     if run.model.weights is not None:
         from megatron_longstraw.models import weight_map
         from megatron_longstraw.weights import SafetensorsFolder

@@ -6,6 +6,7 @@ report) by its tokens and `num_microbatches`, or, with ``calculate_per_token_los
 ``finalize_model_grads_func``.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,12 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longstraw.config import ConfigError, ScheduleConfig
-from megatron_longstraw.distributed import together
+from megatron_longstraw.distributed import check_process_groups, together
 from megatron_longstraw.samples import Sample, group_samples, micro_batch, read_sample
 from megatron_longstraw.schedule import Observer, check_model, forward_backward, temporary_settings
 from megatron_longstraw.work import WorkItem
 
 _DEFAULT = ScheduleConfig()
+_READS_EVERYWHERE = "longstraw_reads_every_rank"
+"""The attribute of a forward step that says: on every tensor-parallel rank the batch is taken from the iterator."""
 
 
 def get_forward_backward_func(
@@ -35,17 +38,17 @@ def get_forward_backward_func(
 
     Args:
         pp_size, vp_size: as Megatron's; not read, as the schedule asks Megatron's own function when it runs.
-        schedule_pg_collection: as Megatron's, but not of several modules on several grids of ranks.
+        schedule_pg_collection: as Megatron's, but None or of the groups of parallel_state.
         options: how the schedule runs.
         observer: is told of every micro-batch.
 
     Returns:
         `forward_backward_samples` with options and observer set; takes the arguments of Megatron's schedules.
-    """
-    from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 
-    if isinstance(schedule_pg_collection, MultiModuleProcessGroupCollection):
-        raise ConfigError("schedule_pg_collection has several modules: needs one model on one grid of ranks, or None")
+    Raises:
+        ConfigError: schedule_pg_collection has other groups; names one.
+    """
+    check_process_groups(schedule_pg_collection, "schedule_pg_collection")
     return functools.partial(forward_backward_samples, options=options, observer=observer)
 
 
@@ -72,15 +75,18 @@ def forward_backward_samples(
 
     Args:
         forward_step_func: the host's. It is called for prompt chunks and idle work too, with a loss mask of zero; what
-            it returns as their loss function is not called.
+            it returns as their loss function is not called. On every rank it must take its batch from its iterator,
+            and not broadcast it over tensor-parallel ranks, where others would wait for one of the host's length.
         data_iterator: yields a mapping with "tokens" and "loss_mask" a micro-batch (`megatron_longstraw.samples`); of a
             list (interleaved schedule) the first is read and the others are moved on. A rank whose iterator is None
-            gets the batches of another rank of its model-parallel group.
+            gets the batches of another rank of its model-parallel group; where tensor-parallel ranks differ in this,
+            the forward step must say that it doesn't broadcast: ``forward_step.longstraw_reads_every_rank = True``.
         model: model, or list of model chunks: of `megatron_longstraw.models`, or adopted.
         num_microbatches: samples to take from the iterator.
         micro_batch_size: must be 1.
         forward_only: losses without gradients.
         options, observer: as in `get_forward_backward_func`.
+        pg_collection: None, or of the groups of parallel_state.
         others: Megatron's; lengths are ignored, as they vary.
 
     Returns:
@@ -94,8 +100,9 @@ def forward_backward_samples(
             f"micro_batch_size={micro_batch_size} is not supported: needs 1, as the host's mean over the samples of a "
             "micro-batch can't be split"
         )
+    check_process_groups(pg_collection, "pg_collection")
     chunks = list(model) if isinstance(model, list | tuple) else [model]
-    config = _megatron_config(chunks)
+    config, device = _megatron_config(chunks), next(chunks[0].parameters()).device
     settings = {
         "variable_seq_lengths": True,
         "calculate_per_token_loss": True,  # Megatron divides nothing: the losses that it gets are scaled already
@@ -107,15 +114,11 @@ def forward_backward_samples(
             "virtual_pipeline_model_parallel_size with variable lengths needs pipeline_model_parallel_size > 2 in "
             "Megatron: got 2"
         )
-    batches = _take(data_iterator, num_microbatches)
     with together(ConfigError):
-        if batches is None:
-            raise ConfigError("data_iterator is None on every rank of a model-parallel group: one needs to have it")
-        if not batches:
-            raise ConfigError(f"num_microbatches={num_microbatches}: needs an integer >= 1")
-        samples = [read_sample(batch, f"batch {i} of the data iterator") for i, batch in enumerate(batches)]
+        mine = _take(data_iterator, num_microbatches)
+    samples = _share(mine, _reads_everywhere(forward_step_func), device)
     groups = group_samples(samples)
-    losses = _HostLosses(num_microbatches, config.calculate_per_token_loss, next(chunks[0].parameters()).device)
+    losses = _HostLosses(num_microbatches, config.calculate_per_token_loss, device)
     finalize = config.finalize_model_grads_func
     with temporary_settings(config, finalize_model_grads_func=None, **settings):
         reports = forward_backward(
@@ -139,23 +142,80 @@ def forward_backward_samples(
     return [report for _, report in sorted(zip(places, reports, strict=True), key=lambda x: x[0])] if reports else []
 
 
-def _take(data_iterator: Any, count: int) -> list[Any] | None:
-    """The next batches of the host; a rank without an iterator gets those of a rank of its model-parallel group."""
+def _take(data_iterator: Any, count: int) -> list[Sample] | None:
+    """The next samples of the host; None on a rank without an iterator."""
+    if count < 1:
+        raise ConfigError(f"num_microbatches={count}: needs an integer >= 1")
+    samples = None
+    # each model chunk of an interleaved schedule has an iterator over the same batches
+    for iterator in data_iterator if isinstance(data_iterator, list | tuple) else [data_iterator]:
+        if iterator is None:
+            continue
+        batches: list[Any] = []
+        for _ in range(count):
+            try:
+                batches.append(next(iterator))
+            except StopIteration:
+                raise ConfigError(
+                    f"data_iterator ended after {len(batches)} batches: num_microbatches={count} needs {count}"
+                ) from None
+        if samples is None:
+            samples = [read_sample(batch, f"batch {i} of the data iterator") for i, batch in enumerate(batches)]
+    return samples
+
+
+def _share(mine: list[Sample] | None, reads_everywhere: bool, device: torch.device) -> list[Sample]:
+    """This rank's samples; a rank without any gets those of a rank of its model-parallel group, on its own device.
+
+    Args:
+        mine: what the rank took from its iterator; None where it has none.
+        reads_everywhere: whether the forward step says that it takes the batch from its iterator on every rank.
+        device: the rank's.
+    """
     from megatron.core import parallel_state
 
-    iterators = data_iterator if isinstance(data_iterator, list | tuple) else [data_iterator]
-    # each model chunk of an interleaved schedule has an iterator over the same batches
-    taken = [[next(iterator) for _ in range(count)] for iterator in iterators if iterator is not None]
-    mine = taken[0] if taken else None
     group = parallel_state.get_model_parallel_group()
-    present: list[bool] = [False] * dist.get_world_size(group)
-    dist.all_gather_object(present, mine is not None, group=group)
-    if any(present) and not all(present):  # as with Megatron's own loaders
+    stages: list[Any] = [None] * dist.get_world_size(group)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    dist.all_gather_object(stages, (stage, mine is not None), group=group)
+    present = [has for _, has in stages]
+    with together(ConfigError):
+        if not any(present):
+            raise ConfigError("data_iterator is None on every rank of a model-parallel group: one needs to have it")
+        if not reads_everywhere and {(stage, True), (stage, False)} <= set(stages):
+            raise ConfigError(
+                "data_iterator is None on some tensor-parallel ranks only, as for a forward step that broadcasts its "
+                "batch over them, and batches are cut to lengths that such a broadcast doesn't know. Needs a forward "
+                "step that takes its batch from its iterator on every rank (None or not, each rank gets its batch) "
+                f"and says so: forward_step.{_READS_EVERYWHERE} = True"
+            )
+    if not all(present):
         source = present.index(True)
-        shared = [mine if dist.get_rank(group) == source else None]
-        dist.broadcast_object_list(shared, group=group, group_src=source)
-        mine = shared[0] if mine is None else mine
+        # a tensor would be unpickled on the device that it had
+        message: list[Any] = [[_on_cpu(s) for s in mine] if mine and dist.get_rank(group) == source else None]
+        dist.broadcast_object_list(message, group=group, group_src=source)
+        mine = [_on_device(sample, names, device) for sample, names in message[0]] if mine is None else mine
+    assert mine is not None
     return mine
+
+
+def _on_cpu(sample: Sample) -> tuple[Sample, set[str]]:
+    """The sample on the CPU, without what its tensors are views of, and the names of those that were on a device."""
+    tensors = {name: value for name, value in sample.fields.items() if isinstance(value, Tensor)}
+    copies = {name: value.to("cpu", copy=True) for name, value in tensors.items()}
+    moved = {name for name, value in tensors.items() if not value.is_cpu}
+    return dataclasses.replace(sample, fields={**sample.fields, **copies}), moved
+
+
+def _on_device(sample: Sample, names: set[str], device: torch.device) -> Sample:
+    fields = {name: value.to(device) if name in names else value for name, value in sample.fields.items()}
+    return dataclasses.replace(sample, fields=fields)
+
+
+def _reads_everywhere(forward_step_func: Callable[..., Any]) -> bool:
+    while isinstance(forward_step_func, functools.partial) and not hasattr(forward_step_func, _READS_EVERYWHERE):
+        forward_step_func = forward_step_func.func
+    return bool(getattr(forward_step_func, _READS_EVERYWHERE, False))
 
 
 class _HostLosses:
@@ -197,9 +257,18 @@ def _forward_step(
     forward_step_func: Callable[..., Any], losses: _HostLosses, idle: Sample
 ) -> Callable[[Iterator[WorkItem], Any], tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]]:
     """The host's forward step, on work items."""
+    from megatron.core.utils import get_attr_wrapped_model
 
     def step(items: Iterator[WorkItem], model: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]:
-        output, loss_func = forward_step_func(iter([micro_batch(next(items), idle)]), model)
+        batches = iter([micro_batch(next(items), idle)])
+        output, loss_func = forward_step_func(batches, model)
+        # a stage between the first and the last needs nothing of a batch
+        needs_batch = any(get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process"))
+        if needs_batch and next(batches, None) is not None:
+            raise ConfigError(
+                "the forward step did not take its batch from its iterator, and so ran another one: needs a forward "
+                "step that takes it on every rank, and doesn't broadcast it over tensor-parallel ranks"
+            )
         return output, losses.scaled(loss_func)
 
     return step

@@ -57,6 +57,8 @@ HOOKS = (
     Hook("utils", "get_model_config", "settings of a host's model"),
     Hook("utils", "get_attr_wrapped_model", "the runtime inside wrapped models"),
     Hook("process_groups_config", "MultiModuleProcessGroupCollection", "refused in a host's call"),
+    Hook("process_groups_config", "ProcessGroupCollection", "a host's groups are to be parallel_state's"),
+    Hook("process_groups_config", "ProcessGroupCollection.use_mpu_process_groups", "the same", ("required_pgs",)),
     Hook("package_info", "__shortversion__", "the version"),
     # layout
     Hook("parallel_state", "", "ranks and groups"),
@@ -66,6 +68,7 @@ HOOKS = (
         "layout",
         (*_PARALLEL_SIZES, "expert_tensor_parallel_size", "distributed_timeout_minutes", "create_gloo_process_groups"),
     ),
+    Hook("parallel_state", "is_initialized", "a host's groups are to be parallel_state's"),
     Hook("parallel_state", "destroy_model_parallel", "a layout in place of another"),
     Hook("parallel_state", "is_pipeline_first_stage", "which chunk embeds", ("ignore_virtual", "vp_stage")),
     Hook("parallel_state", "is_pipeline_last_stage", "which chunk has the head", ("ignore_virtual", "vp_stage")),

@@ -94,6 +94,11 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "recompute_method": ((), "Megatron would recompute a layer in another phase; use schedule.recompute"),
     "recompute_num_layers": ((), "Megatron would recompute a layer in another phase; use schedule.recompute"),
     "context_parallel_size": ((1,), "prompt rows are owned over the tensor-parallel group, not over CP"),
+    "hybrid_context_parallel": ((False,), "prompt rows are owned over the tensor-parallel group, not over CP"),
+    **dict.fromkeys(
+        ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
+        ((1,), "(expert_)tensor_parallel_num_weight_shards shards weights over ranks that run other micro-batches"),
+    ),
     "mtp_num_layers": ((0,), "multi-token prediction is not built"),
     "window_size": ((), "sliding windows are not built"),
     "softmax_type": (("vanilla",), "attention sinks are not built"),

@@ -28,7 +28,8 @@ class Sample:
     """One batch of a host's iterator.
 
     Args:
-        fields: the batch: "tokens", "loss_mask" and all else that has a value per position are [1, S, ...].
+        fields: the batch: "tokens", "loss_mask" and all else that has a value per position are [1, S, ...];
+            "attention_mask" is None where it was there, as it says nothing that isn't known.
         first: the first trained position, or 0.
         end: one past the last trained position, or 1.
     """
@@ -89,7 +90,8 @@ def read_sample(batch: Any, name: str) -> Sample:
     trained = batch["loss_mask"].reshape(shape[1], -1).any(dim=1).nonzero()
     first, last = (int(trained[0]), int(trained[-1])) if len(trained) else (0, 0)
     _check_causal(batch.get("attention_mask"), shape[1], last + 1, name)
-    return Sample(fields=batch, first=first, end=last + 1)
+    checked = {"attention_mask": None} if "attention_mask" in batch else {}
+    return Sample(fields={**batch, **checked}, first=first, end=last + 1)
 
 
 def _check_causal(mask: Any, length: int, end: int, name: str) -> None:
@@ -143,8 +145,6 @@ def micro_batch(item: WorkItem, idle: Sample) -> dict[str, Any]:
     length = -(-item.segment.length // item.multiple) * item.multiple
 
     def cut(name: str, value: Any) -> Any:
-        if name == "attention_mask":
-            return None
         if not isinstance(value, Tensor) or value.shape[:2] != shape:
             return value
         piece = value[:, start:end]

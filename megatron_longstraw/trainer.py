@@ -365,9 +365,9 @@ def _signal_name(number: int) -> str:
 def _prepare_output(output: Path) -> None:
     """Makes the folders of a run; ConfigError where another run is there, or nothing can be written."""
     try:
-        (output / "weights").mkdir(parents=True, exist_ok=True)
         if (output / "metrics.jsonl").exists():
             raise ConfigError(f"--output {output}: a run's metrics.jsonl is there already; name another folder")
+        (output / "weights").mkdir(parents=True, exist_ok=True)
         probe = output / "weights" / ".probe"
         probe.touch()
         probe.unlink()

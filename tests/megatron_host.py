@@ -24,6 +24,7 @@ distributed.quiet()
 cpu_platform.install()
 
 import torch  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
@@ -80,10 +81,12 @@ def trained(args: Any, adopted: bool) -> dict[str, Any]:
     forward: Any = functools.partial(forward_step, triple_loss)
     if args.pretrain_gpt:
         forward = importlib.import_module("pretrain_gpt").forward_step
-    batches, config = itertools.cycle(samples), model[0].config
+    # pretrain_gpt.py has iterators on the first tensor-parallel rank only
+    has_data = not args.pretrain_gpt or parallel_state.get_tensor_model_parallel_rank() == 0
+    batches, config = itertools.cycle(samples) if has_data else None, model[0].config
     training.train(forward, model, optimizer, scheduler, batches, None, None, config, {}, None)
     get_timers()("interval-time").stop()  # train() leaves it running, and starts it
-    losses = training.evaluate(forward, itertools.cycle(samples), model, None, config)[0]
+    losses = training.evaluate(forward, itertools.cycle(samples) if has_data else None, model, None, config)[0]
     return {
         "model": type(model[0].module).__name__,
         "gradients": gradients,

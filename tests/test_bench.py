@@ -2,7 +2,13 @@
 
 import builtins
 import csv
+import errno
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +19,7 @@ import pytest
 from megatron_longstraw import bench as module
 from megatron_longstraw.bench import COLUMNS, Point, Sweep, Table, bench, bisect, longest, ratio_lines, ratios
 from megatron_longstraw.bench_plot import draw
+from megatron_longstraw.child import EndedBySignal, signals_end_the_command
 from megatron_longstraw.cli import main
 from megatron_longstraw.config import ConfigError, load_config
 from tests.ranks import Layout, Ranks
@@ -88,6 +95,11 @@ def test_folder_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest
     for changed in (other, replace(sweep, ranks=4)):
         with pytest.raises(ConfigError, match="another run or other ranks"):
             bench(changed)
+    (own := tmp_path / "own").mkdir()
+    (own / "config.yaml").write_text("precious: true")
+    with pytest.raises(ConfigError, match="another run or other ranks"):
+        bench(_sweep(own))
+    assert (own / "config.yaml").read_text() == "precious: true"
     bench(replace(sweep, modes=["detached"]))  # the same run: more points
     assert load_config(sweep.output / "config.yaml") == sweep.run
 
@@ -150,6 +162,28 @@ def test_longest_prompt_and_its_restart(tmp_path: Path) -> None:
     assert again == []
     with pytest.raises(ConfigError, match="can't tell whether it fits: ValueError"):
         longest(replace(sweep, modes=["detached"]), _fake(lambda _: {"error": "ValueError: no"}, []))
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_longest_prompt_under_another_limit_in_the_same_folder(tmp_path: Path, gpu: bool) -> None:
+    """On a GPU the allocator stops the rank; its peak says nothing of a lower limit."""
+    seen = list[Point]()
+
+    def measure(sweep: Sweep, point: Point, *, probe: bool) -> dict[str, Any]:
+        seen.append(point)
+        peak = point.prompt_tokens * 2**15
+        if gpu and peak > sweep.memory_limit_gib * 2**30:  # type: ignore[operator]
+            return {"error": "OutOfMemoryError: CUDA out of memory."}
+        return {"peak_bytes": peak}
+
+    sweep = _sweep(tmp_path / "out", prompt_tokens=[2048], modes=["exact"], gpu=gpu)
+    for limit, tokens in ((0.5, 16384), (1.0, 32768), (0.25, 8192)):
+        assert longest(replace(sweep, memory_limit_gib=limit), measure)["exact"][0] == tokens
+    count = len(seen)
+    assert longest(replace(sweep, memory_limit_gib=1.0), measure)["exact"][0] == 32768
+    assert len(seen) == count  # what is known is not measured again
+    names = {"longest-0.5GiB.csv", "longest-1GiB.csv", "longest-0.25GiB.csv"} if gpu else {"longest.csv"}
+    assert {path.name for path in sweep.output.glob("*.csv")} == names
 
 
 def test_picture_and_what_is_missing_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,12 +283,128 @@ def test_a_rank_that_refuses_ends_the_sweep(tmp_path: Path, capsys: pytest.Captu
     assert end.value.code == 2
     assert "model.backend=transformer_engine can't be used" in capsys.readouterr().err
     assert not (tmp_path / "points.csv").exists()
+    corrected = _sweep(tmp_path)  # nothing was measured: the folder may be taken over
+    module.prepare_output(corrected)
+    assert load_config(tmp_path / "config.yaml") == corrected.run
+
+
+def test_points_that_failed_are_counted_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = {"stock": MEASURED, "exact": {"error": "OutOfMemoryError: no"}}
+    monkeypatch.setattr(module, "measure_in_fresh_ranks", _fake(lambda point: answers[point.mode], []))
+    for modes, status, said in (("stock,exact", 1, "1 of 2 points failed"), ("exact", 1, "1 of 1"), ("stock", 0, "")):
+        with pytest.raises(SystemExit) as end:
+            _bench(*GOOD, "--modes", modes, "--output", tmp_path / "out")
+        assert end.value.code == status
+        text = capsys.readouterr().out
+        assert said in text
+        assert ("points failed" in text) == bool(status)
+
+
+TORCHRUN = """\
+import os, signal, subprocess, sys, time
+from pathlib import Path
+# as torchrun does: the rank is in a session of its own, and ends by the signal's handler, which takes a while
+rank = subprocess.Popen(["sleep", "600"], start_new_session=True)
+def end(number, frame):
+    signal.signal(number, lambda *_: os._exit(3))  # a second signal would leave the rank
+    time.sleep(0.5)
+    rank.kill()
+    rank.wait()
+    Path("ended").touch()
+    sys.exit(1)
+signal.signal(signal.SIGTERM, end)
+Path("rank.new").write_text(str(rank.pid))
+Path("rank.new").rename("rank")
+time.sleep(600)
+"""
+
+BENCH = """\
+import signal, sys
+from megatron_longstraw import bench, cli
+for number in (signal.SIGINT, signal.SIGHUP):  # which nohup and background jobs ignore
+    signal.signal(number, signal.SIG_DFL)
+def measure(sweep, point, *, probe):
+    if point.mode == "exact":
+        with open("log", "w") as log:
+            bench.run_child([sys.executable, "torchrun.py"], log)
+    return {"seconds": 2.0}
+bench.measure_in_fresh_ranks = measure
+cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda s: s.name)
+def test_a_signal_ends_the_ranks_first(tmp_path: Path, number: signal.Signals) -> None:
+    """With a stand-in for torchrun; the next test has the real one."""
+    (tmp_path / "torchrun.py").write_text(TORCHRUN)
+    options = ["bench", *GOOD, "--output", "out", "--modes", "stock,exact"]
+    command = [sys.executable, "-c", BENCH, *map(str, options)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        _wait_for((tmp_path / "rank").exists, process)
+        process.send_signal(number)
+        process.send_signal(number)  # twice is as once
+        out, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert errors == ""
+    assert out.endswith(f"{number.name} ended it: what was measured is in out; the same command goes on\n")
+    assert (tmp_path / "ended").exists()
+    assert not Path("/proc", (tmp_path / "rank").read_text()).exists()
+    assert [row["mode"] for row in csv.DictReader((tmp_path / "out" / "points.csv").open())] == ["stock"]
+
+
+def test_a_signal_ends_torchrun_and_its_ranks(tmp_path: Path) -> None:
+    options = ["bench", *GOOD[:-1], 100000, "--modes", "stock", "--tp", 1, "--ranks", 1, "--output", tmp_path / "out"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron_longstraw", *map(str, options)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        _wait_for(lambda: len(_below(process.pid)) == 2, process)
+        torchrun, rank = _below(process.pid)
+        process.terminate()
+        out, errors = process.communicate(timeout=90)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert errors == ""
+    assert "SIGTERM ended it" in out
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (torchrun, rank))
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_end_the_command():
+            os.kill(os.getpid(), signal.SIGHUP)
+            with pytest.raises(EndedBySignal, match="SIGTERM ended it"):
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _below(pid: int) -> list[int]:
+    """A process's children, and theirs."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [below for child in children for below in (int(child), *_below(int(child)))]
+
+
+def _wait_for(there: Callable[[], Any], process: subprocess.Popen[str]) -> None:
+    while not there():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
 
 
 def test_ranks_that_die_leave_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep, point = _sweep(tmp_path / "out"), Point("exact", 8, 2, 2)
     module.prepare_output(sweep)
-    monkeypatch.setattr(module.sys, "executable", "false")
+    monkeypatch.setattr(sys, "executable", "false")
     row = module.measure_in_fresh_ranks(sweep, point, probe=False)
     assert row["error"].startswith("the ranks ended with status 1: see ")
 
@@ -264,6 +414,28 @@ def test_the_first_rank_that_fails_tells(tmp_path: Path) -> None:
     module.tell_failure(tmp_path / "x.json", RuntimeError("connection closed"))
     assert [path.name for path in tmp_path.iterdir()] == ["x.error"]
     assert json.loads((tmp_path / "x.error").read_text()) == {"kind": "MemoryError", "text": "first"}
+
+
+def test_a_rank_tells_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    module.tell_failure(tmp_path / "x.json", MemoryError("first"))
+    assert json.loads((tmp_path / "x.error").read_text())["text"] == "first"
+
+
+def test_a_rank_that_was_ended_before_it_could_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep, point = _sweep(tmp_path / "out"), Point("exact", 8, 2, 2)
+    module.prepare_output(sweep)
+
+    def run_child(command: list[str], screen: Any) -> int:
+        Path(command[command.index("--result") + 1]).with_suffix(".error").touch()
+        return 1
+
+    monkeypatch.setattr(module, "run_child", run_child)
+    row = module.measure_in_fresh_ranks(sweep, point, probe=False)
+    assert row["error"].startswith("the ranks ended with status 1: see ")
 
 
 def _parameters(config: str) -> int:

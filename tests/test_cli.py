@@ -284,6 +284,7 @@ def test_output_of_another_run_is_kept(ranks: Ranks, rollouts: Path, tmp_path: P
     assert [status for status, _ in answers] == [2, 2]
     assert "metrics.jsonl is there already" in answers[0][1]
     assert (tmp_path / "metrics.jsonl").read_text() == "precious"
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_recurrent_run_says_its_delta_rule(ranks: Ranks, tmp_path: Path) -> None:

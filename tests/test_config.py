@@ -157,6 +157,10 @@ def test_contradictions_of_two_keys(tmp_path: Path) -> None:
             ("model.transformer.num_query_groups", 6),
             ("parallel.tp", 4),
         )
+    with pytest.raises(
+        ConfigError, match=r"schedule\.boundary_interval=4 needs recurrent layers, which .* gqa has not"
+    ):
+        _load(tmp_path, ("schedule.boundary_interval", 4))
     with pytest.raises(ConfigError, match=r"model\.vocab_size=255 must be a multiple of parallel\.tp=2"):
         _load(tmp_path, ("model.vocab_size", 255), ("parallel.tp", 2))
 
@@ -204,7 +208,7 @@ def test_override(text: str, expected: tuple[str, Any]) -> None:
     assert parse_override(text) == expected
 
 
-@pytest.mark.parametrize("text", ["a", "=3", "a=[1", "a=2026-13-01", "a=" + "[" * 2000])
+@pytest.mark.parametrize("text", ["a", "=3", "a=[1", "a={b: 1, b: 2}", "a=2026-13-01", "a=" + "[" * 2000])
 def test_bad_override(text: str) -> None:
     with pytest.raises(ConfigError, match="--set") as error:
         parse_override(text)

@@ -91,6 +91,7 @@ def test_a_run_that_can_start(ranks: Ranks) -> None:
         (["--config", TINY, "--world-size", "4", "--nnodes", "3"], "4 ranks can't be spread over 3 nodes evenly"),
         (["--config", TINY, "--set", "data.tokenizer=/nowhere"], "problem: data.tokenizer='/nowhere'"),
         (["--config", TINY, "--set", "model.weights=/nowhere"], "problem: /nowhere"),
+        (["--config", TINY, "--set", "model.vocab_size=100"], "vocab_size=100: data.tokenizer='bytes' has 256"),
     ],
 )  # fmt: skip
 def test_a_run_that_cannot(ranks: Ranks, arguments: list[str], message: str) -> None:
@@ -113,9 +114,11 @@ def _settings_of(options: list[str], names: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(getattr(config, name) for name in names)
 
 
-def test_settings_need_a_file(ranks: Ranks) -> None:
-    ((status, text),) = ranks.run(Layout(), _doctor, "--tp", "2")
+@pytest.mark.parametrize("option", ["--tp", "--world-size", "--nnodes"])
+def test_settings_need_a_file(ranks: Ranks, option: str) -> None:
+    ((status, text),) = ranks.run(Layout(), _doctor, option, "2")
     assert status == 2
+    assert option == "--tp" or option in text
     assert "name the file" in text
 
 

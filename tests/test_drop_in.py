@@ -6,13 +6,18 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_longstraw import drop_in
 from megatron_longstraw.config import ConfigError
+from megatron_longstraw.distributed import PeerError
+from megatron_longstraw.prompt_state import Phase, Segment
 from megatron_longstraw.samples import group_samples, read_sample
+from megatron_longstraw.work import WorkItem
 from tests.exactness import UNEVEN, rank_device, tiny_run
 from tests.hosts import (
     LENGTH,
@@ -48,6 +53,8 @@ def _two_steps(layout: Layout, adopted: bool, loss: str) -> list[dict[str, Any]]
     from megatron_longstraw.trainer import unwrapped
 
     forward, loss_func, per_token = LOSSES[loss]
+    step: Any = functools.partial(forward, loss_func)
+    step.longstraw_reads_every_rank = True
     run = tiny_run(layout, dtype="float64")
     model = build_host(run, adopted=adopted, per_token=per_token)
     samples = edge_samples(parallel_state.get_data_parallel_rank())
@@ -58,7 +65,7 @@ def _two_steps(layout: Layout, adopted: bool, loss: str) -> list[dict[str, Any]]
             chunk.zero_grad_buffer()
         with keep_float64():
             reports = schedule(
-                forward_step_func=functools.partial(forward, loss_func),
+                forward_step_func=step,
                 data_iterator=[iterate(samples) for _ in model] if layout.vpp else iterate(samples),
                 model=model,
                 num_microbatches=len(samples),
@@ -158,6 +165,10 @@ def test_batches_are_refused_by_name(changes: dict[str, Any], words: list[str]) 
     assert all(word in str(error.value) for word in ["batch 3", *words]), error.value
 
 
+def test_a_mask_that_is_causal_is_let_go() -> None:
+    assert read_sample(sample([1, 2], [3]), "batch 0").fields["attention_mask"] is None
+
+
 def test_a_tuple_is_no_batch() -> None:
     with pytest.raises(ConfigError, match="is a tuple: needs a mapping"):
         read_sample((torch.zeros(1, 3),), "batch 0")
@@ -198,6 +209,12 @@ def _refusals() -> list[str]:
             forward_step_func=forward, data_iterator=iter(edge_samples()), model=adopt(model()), num_microbatches=1
         )
 
+    def forward_of_another_batch(_: Any, chunk: Any) -> Any:
+        return forward_step(triple_loss, iter(edge_samples()), chunk)
+
+    sharded = model()
+    assert sharded.config.gtp_weight_remat_size == sharded.config.expert_gtp_weight_remat_size == 1  # their names
+    sharded.config.gtp_weight_remat_size = 2
     several_modules = MultiModuleProcessGroupCollection.__new__(MultiModuleProcessGroupCollection)
     two_stages = [adopt(model()), model()]
     two_stages[0].config.pipeline_model_parallel_size = 2
@@ -214,16 +231,28 @@ def _refusals() -> list[str]:
         lambda: megatron_longstraw.get_forward_backward_func(schedule_pg_collection=several_modules),
         lambda: schedule(model=two_stages, **arguments),
         loss_of_one,
+        lambda: adopt(sharded),
+        lambda: schedule(
+            forward_step_func=forward_of_another_batch,
+            data_iterator=iter(edge_samples()),
+            model=adopt(model()),
+            num_microbatches=8,
+        ),
+        lambda: schedule(
+            model=adopt(model()), **{**arguments, "data_iterator": iter(edge_samples()), "num_microbatches": 9}
+        ),
     ]
-    messages = []
-    for call in calls:
-        try:
-            call()
-            messages.append("accepted")
-        except ConfigError as error:
-            messages.append(str(error))
+    messages = [_message(call) for call in calls]
     assert type(other_mlp.decoder.layers[0]).__name__ == "TransformerLayer"  # untouched
     return messages
+
+
+def _message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+        return "accepted"
+    except (ConfigError, PeerError) as error:
+        return str(error)
 
 
 def test_what_cannot_be_adopted_or_run_is_refused_by_name(ranks: Ranks) -> None:
@@ -241,9 +270,134 @@ def test_what_cannot_be_adopted_or_run_is_refused_by_name(ranks: Ranks) -> None:
         "schedule_pg_collection has several modules",
         "virtual_pipeline_model_parallel_size",
         "the loss function returned 1 values",
+        "tensor_parallel_num_weight_shards",
+        "did not take its batch from its iterator",
+        "data_iterator ended after 8 batches: num_microbatches=9 needs 9",
     ]
     for message, word in zip(messages, words, strict=True):
         assert word in message
+
+
+def _refusals_of_two_ranks() -> list[str]:
+    """At TP 2: iterators as Megatron's loaders have them, and process groups that aren't parallel_state's."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    import megatron_longstraw
+    from megatron_longstraw.integrations.megatron import adopt
+    from megatron_longstraw.models import transformer_config
+
+    model = build_host(tiny_run(Layout(tp=2)), adopted=True, per_token=False)
+    rank = torch.distributed.get_rank()
+    assert rank == parallel_state.get_tensor_model_parallel_rank()
+    own = ProcessGroupCollection.use_mpu_process_groups()
+    alone = ProcessGroupCollection()
+    alone.tp = [torch.distributed.new_group([r]) for r in range(2)][rank]
+    left_out = ProcessGroupCollection()
+    left_out.tp = own.tp
+    left_out.dp = torch.distributed.GroupMember.NON_GROUP_MEMBER
+    schedule = megatron_longstraw.get_forward_backward_func(schedule_pg_collection=own)
+
+    def broadcasts(batches: Any, chunk: Any) -> Any:  # never called
+        raise AssertionError("the batch would be broadcast at another length")
+
+    def reads(batches: Any, chunk: Any) -> Any:  # never called
+        raise AssertionError("there are too few batches")
+
+    def run(step: Any, count: int, **arguments: Any) -> None:
+        batches = iter(edge_samples()) if rank == 0 else None
+        schedule(forward_step_func=step, data_iterator=batches, model=model, num_microbatches=count, **arguments)
+
+    reads.longstraw_reads_every_rank = True  # type: ignore[attr-defined]
+    config = transformer_config(tiny_run(Layout(tp=2)))
+    config.sequence_parallel = False  # Megatron's local norms refuse it
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    other = GPTModel(config, spec, vocab_size=256, max_sequence_length=8, position_embedding_type="rope")
+    other.pg_collection = alone
+    calls = [
+        lambda: run(broadcasts, 8),
+        lambda: run(functools.partial(reads), 9),
+        lambda: run(reads, 8, pg_collection=alone),
+        lambda: megatron_longstraw.get_forward_backward_func(schedule_pg_collection=alone),
+        lambda: megatron_longstraw.get_forward_backward_func(schedule_pg_collection=left_out),
+        lambda: adopt(other),
+    ]
+    return [_message(call) for call in calls]
+
+
+def test_what_would_hang_two_ranks_is_refused_on_both(ranks: Ranks) -> None:
+    words = [
+        "forward_step.longstraw_reads_every_rank = True",
+        "data_iterator ended after 8 batches: num_microbatches=9 needs 9",
+        "pg_collection.tp has the ranks",
+        "schedule_pg_collection.tp has the ranks",
+        "schedule_pg_collection.dp has the ranks []",
+        "the model's pg_collection.tp has the ranks",
+    ]
+    for messages in ranks.run(Layout(tp=2), _refusals_of_two_ranks):
+        for message, word in zip(messages, words, strict=True):
+            assert word in message
+
+
+class _OnDevice(torch.Tensor):
+    """Stands for a tensor on a GPU of its rank: it has to come to the CPU before it is sent."""
+
+    is_cpu = False  # type: ignore[assignment]
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).to(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AssertionError("pickled on its device")
+
+
+def _evaluated_with_shared_batches() -> list[Any]:
+    """Batches of device tensors and [1, 1, S, S] masks on TP rank 0 only."""
+    import megatron_longstraw
+
+    def step(batches: Any, chunk: Any) -> Any:
+        batch = next(batches)
+        assert batch["attention_mask"] is None
+        fields = {name: None if value is None else value.to("cpu") for name, value in batch.items()}
+        return forward_step(triple_loss, iter([fields]), chunk)
+
+    step.longstraw_reads_every_rank = True  # type: ignore[attr-defined]
+    model = build_host(tiny_run(Layout(tp=2)), adopted=True, per_token=False)
+    batches = [{name: value.as_subclass(_OnDevice) for name, value in batch.items()} for batch in edge_samples()]
+    reports = megatron_longstraw.get_forward_backward_func(options=UNEVEN)(
+        forward_step_func=step,
+        data_iterator=iter(batches) if torch.distributed.get_rank() == 0 else None,
+        model=model,
+        num_microbatches=8,
+        forward_only=True,
+    )
+    return [report["lm loss"].tolist() for report in reports]
+
+
+def test_batches_are_shared_on_the_cpu_and_without_masks(ranks: Ranks) -> None:
+    first, second = ranks.run(Layout(tp=2), _evaluated_with_shared_batches)
+    assert len(first) == 8
+    assert first == second
+
+
+def test_a_stage_without_use_for_a_batch_need_not_take_it() -> None:
+    samples = [read_sample(batch, "batch") for batch in edge_samples()]
+    segment = Segment(phase=Phase.IDLE, start=0, length=1)
+    item = WorkItem(group=group_samples(samples)[0], segment=segment, response=None)
+
+    def step(batches: Any, chunk: Any) -> Any:
+        return chunk.output, triple_loss
+
+    for pre_process, post_process in ((False, False), (True, False), (False, True)):
+        chunk = types.SimpleNamespace(pre_process=pre_process, post_process=post_process, output=object())
+        ours = drop_in._forward_step(step, drop_in._HostLosses(8, False, torch.device("cpu")), samples[0])
+        if pre_process or post_process:
+            with pytest.raises(ConfigError, match="did not take its batch from its iterator"):
+                ours(iter([item]), chunk)
+        else:
+            assert ours(iter([item]), chunk)[0] is chunk.output
 
 
 def _adoption_keeps_the_model() -> dict[str, Any]:
@@ -298,6 +452,11 @@ def test_install_replaces_the_name_where_hosts_have_it(monkeypatch: pytest.Monke
     assert megatron.uninstall() == [verl.__name__, "my_host"]
     assert mine.get_forward_backward_func is verl.get_forward_backward_func is stock
     assert megatron.uninstall() == []
+    for name in ("megatron.core", "megatron.core.pipeline_parallel", "megatron_longstraw.schedule"):
+        with pytest.raises(ConfigError, match=f"{name} is what the schedule stands on"):
+            megatron.install(modules=["my_host", name])
+    with pytest.raises(ConfigError, match=r"no_such_host can't be imported: No module named 'no_such_host'"):
+        megatron.install(modules=["my_host", "no_such_host"])
     with pytest.raises(ConfigError, match="bare_host has no get_forward_backward_func"):
         megatron.install(modules=["my_host", "bare_host"])
     assert mine.get_forward_backward_func is stock

@@ -11,7 +11,7 @@ PACKAGE = Path(megatron_longstraw.__file__).parent
 
 # Modules of one line don't know each other.
 LAYERS = [
-    ["megatron_settings", "pipeline_split", "hooks"],
+    ["megatron_settings", "pipeline_split", "hooks", "unique_yaml", "child"],
     ["config"],
     ["cpu_platform", "float64"],
     ["distributed"],

@@ -22,6 +22,7 @@ import torch
 from megatron_longstraw.compare import GATES
 from megatron_longstraw.config import ConfigError
 from megatron_longstraw.float64 import keep_float64
+from megatron_longstraw.integrations import megatron_training
 from tests.exactness import UNEVEN, tiny_run
 from tests.hosts import LENGTH, build_host, edge_samples
 from tests.ranks import Layout, Ranks
@@ -307,6 +308,7 @@ def _arguments(**changes: Any) -> Namespace:
         "micro_batch_size": 1,
         "virtual_pipeline_model_parallel_size": None,
         "pipeline_model_parallel_size": 2,
+        **{name: values[0] for name, (values, _) in megatron_training._NEEDED.items()},
     }
     return Namespace(**{**fine, **changes})
 
@@ -320,15 +322,57 @@ def test_arguments_become_options() -> None:
     assert (options.recompute, options.state_gradient_dtype) == (False, "model")
 
 
+NEEDED = [
+    ("micro_batch_size", 1, 2),
+    ("eval_micro_batch_size", 1, 2),
+    ("overlap_grad_reduce", False, True),
+    ("overlap_param_gather", False, True),
+    ("use_megatron_fsdp", False, True),
+    ("use_torch_fsdp2", False, True),
+    ("position_embedding_type", "rope", "learned_absolute"),
+    ("num_experts", None, 8),
+    ("multi_latent_attention", False, True),
+    ("experimental_attention_variant", None, "dsa"),
+    ("moe_expert_rank_capacity_factor", None, 1.5),
+    ("rl_use_sequence_packing", False, True),
+    ("sft", False, True),
+    ("dataloader_inter_document_masking", False, True),
+]
+"""Argument, what --longstraw needs of it, and what it refuses."""
+
+
+def test_needed_arguments_are_those_of_the_patched_parser(tree: Path) -> None:
+    """In a process of its own, as the patched module is to be Megatron's."""
+    assert {name for name, _, _ in NEEDED} == set(megatron_training._NEEDED)
+    assert _apply(tree).returncode == 0
+    code = """if True:
+        from megatron_longstraw import cpu_platform, distributed
+        distributed.quiet()
+        cpu_platform.install()
+        import argparse
+        from megatron.training.arguments import add_megatron_arguments
+        for action in add_megatron_arguments(argparse.ArgumentParser())._actions:
+            print(action.dest, *action.option_strings)
+    """
+    paths = os.pathsep.join([str(tree), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, check=True)
+    options = {words[0]: words[1:] for words in map(str.split, run.stdout.splitlines()) if words}
+    assert "--longstraw" in options["longstraw"]  # the patched one
+    for name in megatron_training._NEEDED:
+        assert "--" + name.replace("_", "-") in options.get(name, []), name
+    for name in ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"):
+        assert name in options
+    assert "hybrid_context_parallel" in options
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"micro_batch_size": 2}, "--micro-batch-size"),
-        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce"),
-        ({"overlap_param_gather": True}, "--overlap-param-gather"),
-        ({"position_embedding_type": "learned_absolute"}, "--position-embedding-type"),
-        ({"num_experts": 8}, "--num-experts"),
-        ({"rl_use_sequence_packing": True}, "--rl-use-sequence-packing"),
+        *[({name: value}, f"{name}={fine} (--{name.replace('_', '-')}), got") for name, fine, value in NEEDED],
+        ({"gtp_weight_remat_size": 2}, "tensor_parallel_num_weight_shards"),
+        ({"expert_gtp_weight_remat_size": 2}, "tensor_parallel_num_weight_shards"),
+        ({"hybrid_context_parallel": True}, "hybrid_context_parallel=True"),
         ({"hidden_dropout": 0.1}, "hidden_dropout=0.1"),
         ({"recompute_granularity": "full"}, "recompute_granularity"),
         ({"context_parallel_size": 2}, "context_parallel_size=2"),

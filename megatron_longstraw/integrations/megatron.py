@@ -33,6 +33,7 @@ HOSTS = (
 """Modules known to import the name."""
 
 _NAME = "get_forward_backward_func"
+_OWN = ("megatron.core.", "megatron_longstraw.")
 _replaced: dict[str, Any] = {}
 """Module -> what the name meant in it."""
 
@@ -49,15 +50,21 @@ def install(options: ScheduleConfig | None = None, modules: Iterable[str] | None
         The modules that were changed.
 
     Raises:
-        ConfigError: Megatron-Core is of a version that isn't tested, or there is no module to change, or one does not
-            have the name. Nothing is changed then.
+        ConfigError: Megatron-Core is of a version that isn't tested, or there is no module to change, or one is
+            Megatron-Core's or this package's, can't be imported, or does not have the name. Nothing is changed then.
     """
     check_version()
     names = [name for name in HOSTS if name in sys.modules] if modules is None else list(modules)
     if not names:
         raise ConfigError(f"none of {', '.join(HOSTS)} is imported: import the host first, or name its modules")
     for name in names:
-        if not hasattr(importlib.import_module(name), _NAME):
+        if f"{name}.".startswith(_OWN):  # the schedule asks Megatron-Core for the schedule that it stands on
+            raise ConfigError(f"{name} is what the schedule stands on: needs modules of the host, which call it")
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"{name} can't be imported: {error}; needs modules of the host") from error
+        if not hasattr(module, _NAME):
             raise ConfigError(f"{name} has no {_NAME} to replace: is it another version of the host?")
     ours = functools.partial(get_forward_backward_func, options=options or ScheduleConfig())
     for name in names:

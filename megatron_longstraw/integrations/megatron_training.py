@@ -12,6 +12,7 @@ from megatron_longstraw.config import ConfigError, ScheduleConfig, check_transfo
 
 _NEEDED: dict[str, tuple[tuple[Any, ...], str]] = {
     "micro_batch_size": ((1,), "a host's mean over the samples of a micro-batch can't be split"),
+    "eval_micro_batch_size": ((1,), "a host's mean over the samples of a micro-batch can't be split"),
     "overlap_grad_reduce": ((False,), "gradients are reduced once, after the last group"),
     "overlap_param_gather": ((False,), "parameters are gathered by the optimizer, before the step"),
     "use_megatron_fsdp": ((False,), "parameters must be whole while a group runs"),
@@ -22,6 +23,8 @@ _NEEDED: dict[str, tuple[tuple[Any, ...], str]] = {
     "experimental_attention_variant": ((None,), "a host's attention variants can't be adopted"),
     "moe_expert_rank_capacity_factor": ((None,), "it wraps the schedule"),
     "rl_use_sequence_packing": ((False,), "needs one sequence a micro-batch"),
+    "sft": ((False,), "its batches are packed, and one sequence a micro-batch is needed"),
+    "dataloader_inter_document_masking": ((False,), "needs one document a micro-batch"),
 }
 """Argument -> (the values that are fine, why others are not)."""
 
@@ -55,7 +58,7 @@ def validate_arguments(args: Namespace) -> None:
     check_version()
     schedule_options(args)
     for name, (fine, reason) in _NEEDED.items():
-        value = getattr(args, name, fine[0])
+        value = getattr(args, name)
         if value not in fine:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"--longstraw needs {name}={fine[0]} ({flag}), got {value!r}: {reason}")

@@ -11,7 +11,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_longstraw.config import ConfigError, check_transformer_settings
-from megatron_longstraw.distributed import consecutive_group
+from megatron_longstraw.distributed import check_process_groups, consecutive_group
 from megatron_longstraw.models.gqa import PromptCoreAttention
 from megatron_longstraw.models.layers import PromptGPTModel, PromptLayer, give_offset_rotary
 from megatron_longstraw.prompt_state import Runtime
@@ -78,6 +78,7 @@ def _check(chunk: Any) -> None:
     if type(chunk) is not GPTModel:
         raise ConfigError(f"{type(chunk).__name__} can't be adopted: needs megatron.core.models.gpt.GPTModel itself")
     check_transformer_settings(vars(chunk.config))
+    check_process_groups(chunk.pg_collection, "the model's pg_collection")
     if chunk.position_embedding_type != "rope" or type(chunk.rotary_pos_emb) is not RotaryEmbedding:
         raise ConfigError(f"position_embedding_type={chunk.position_embedding_type} can't be adopted: needs rope")
     for layer in chunk.decoder.layers:
