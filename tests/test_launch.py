@@ -352,22 +352,25 @@ def _smoke(tmp_path: Path, torchrun: str, *options: Any) -> Iterator[tuple[subpr
 
 
 RANKS = """
-import signal, subprocess, sys
+import os, signal, subprocess, sys
+
+def say(text):
+    os.write(1, (text + "\\n").encode())  # whole lines, which print need not write
 
 NAMES = ("SIGHUP", "SIGINT", "SIGTERM")
 if sys.argv[1] == "rank":
     subprocess.Popen(["sleep", "1000"])
     for name in NAMES:
-        signal.signal(getattr(signal, name), lambda number, _: print(signal.Signals(number).name, flush=True))
-    print("up", flush=True)
+        signal.signal(getattr(signal, name), lambda number, _: say(signal.Signals(number).name))
+    say("up")
     while True:
         signal.pause()
 for name in NAMES:
-    signal.signal(getattr(signal, name), lambda *_: print("torchrun got one", flush=True))
+    signal.signal(getattr(signal, name), lambda *_: say("torchrun got one"))
 command = ["sleep", "1000"] if "--starting" in sys.argv else [sys.executable, __file__, "rank"]
 ranks = [subprocess.Popen(command, start_new_session=True) for _ in range(2)]
 if "--starting" in sys.argv:
-    print("up\\nup", flush=True)
+    say("up\\nup")
 sys.exit(max(rank.wait() != 0 for rank in ranks))
 """
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
