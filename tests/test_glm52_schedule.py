@@ -61,10 +61,10 @@ def test_megatrons_own_attention_agrees(ranks: Ranks, layout: Layout) -> None:
     check_steps(ranks.run(layout, two_steps, tiny_glm(layout), glm_groups(), "megatron"))
 
 
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-def test_both_dispatchers(ranks: Ranks, one_rank: list[dict[str, Any]], dispatcher: str) -> None:
+def test_other_dispatcher(ranks: Ranks, one_rank: list[dict[str, Any]]) -> None:
+    """alltoall is the one that all other tests have."""
     layout = Layout(tp=2, ep=2)
-    results = ranks.run(layout, two_steps, tiny_glm(layout, moe_token_dispatcher_type=dispatcher), glm_groups())
+    results = ranks.run(layout, two_steps, tiny_glm(layout, moe_token_dispatcher_type="allgather"), glm_groups())
     check_steps(results)
     want = join([r["steps"][1]["stock"] for r in one_rank])
     check_same(join([r["steps"][1]["ours"] for r in results]), want)

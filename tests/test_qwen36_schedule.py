@@ -61,10 +61,8 @@ CASES = [
         layout,
         dtype,
         id=f"{layout}-{dtype}",
-        # float64 is the sharp test; the interleaved schedule is the dense model's test too
-        marks=[pytest.mark.slow]
-        if layout.vpp or (dtype == "float32" and layout not in (Layout(), Layout(tp=2)))
-        else [],
+        # float64 is the sharp test; attention of shared heads and four ranks are the dense model's tests too
+        marks=[pytest.mark.slow] if layout.world_size > 2 or (dtype == "float32" and layout != Layout()) else [],
     )
     for dtype in ("float64", "float32")
     for layout in LAYOUTS

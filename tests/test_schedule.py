@@ -39,9 +39,9 @@ def one_rank(ranks: Ranks) -> Callable[[RunConfig], list[dict[str, Any]]]:
     return lambda run: results(run.model.transformer["num_layers"], run.dtype)
 
 
-# four ranks on two cores take long: there float64, which sees more, is enough by default
+# float64 sees more; float32 on several ranks takes its time elsewhere
 CASES = [
-    pytest.param(layout, dtype, id=f"{layout}-{dtype}", marks=[pytest.mark.slow] * (dtype == "float32" and n == 4))
+    pytest.param(layout, dtype, id=f"{layout}-{dtype}", marks=[pytest.mark.slow] * (dtype == "float32" and n > 1))
     for layout in LAYOUTS
     for dtype in ("float64", "float32")
     for n in [layout.world_size]
