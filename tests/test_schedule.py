@@ -39,7 +39,7 @@ def one_rank(ranks: Ranks) -> Callable[[RunConfig], list[dict[str, Any]]]:
     return lambda run: results(run.model.transformer["num_layers"], run.dtype)
 
 
-# float64 sees more; float32 on several ranks takes its time elsewhere
+# float64 sees more, so float32 on several ranks is left to `make test-slow`
 CASES = [
     pytest.param(layout, dtype, id=f"{layout}-{dtype}", marks=[pytest.mark.slow] * (dtype == "float32" and n > 1))
     for layout in LAYOUTS
