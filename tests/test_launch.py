@@ -325,6 +325,12 @@ def _descendants(pid: int) -> list[int]:
     return [d for child in _children(pid) for d in (child, *_descendants(child))]
 
 
+def _hear_signals() -> None:
+    """In a new child: a test run in the background, or under nohup, ignores signals, and bash can't trap those."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def _smoke(tmp_path: Path, torchrun: str, *options: Any) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """cpu_smoke.sh with a command in the place of Python for torchrun, and without procps, which a container may lack.
@@ -340,7 +346,8 @@ def _smoke(tmp_path: Path, torchrun: str, *options: Any) -> Iterator[tuple[subpr
         (tools / name).symlink_to(str(shutil.which(name)))
     command = ["bash", LAUNCH / "cpu_smoke.sh", "qwen36", "--output", tmp_path / "run", "--python", python, *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": str(tools)}
-    with subprocess.Popen(list(map(str, command)), env=environment, text=True, stdout=subprocess.PIPE) as script:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(list(map(str, command)), env=environment, preexec_fn=_hear_signals, **pipes) as script:
         running: list[int] = []
         try:
             yield script, running
@@ -427,7 +434,7 @@ def test_signal_to_the_script_lets_the_step_end(tmp_path: Path, number: signal.S
     command += ["--python", sys.executable, "--", "--steps", 10000]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(list(map(str, command)), env=environment, **pipes) as script:
+    with subprocess.Popen(list(map(str, command)), env=environment, preexec_fn=_hear_signals, **pipes) as script:
         lines = []
         for line in script.stdout:
             lines.append(line)
