@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from megatron_longstraw.child import run_child
+from megatron_longstraw.child import run_child, torchrun
 from megatron_longstraw.config import ConfigError, RunConfig
 
 MODES = ("stock", "stock-no-recompute", "detached", "exact")
@@ -310,8 +309,7 @@ def measure_in_fresh_ranks(sweep: Sweep, point: Point, *, probe: bool) -> dict[s
     result, failure, log = (logs / f"{name}.{ending}" for ending in ("json", "error", "log"))
     for stale in (result, failure):
         stale.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(sweep.ranks)]
-    command += ["-m", "megatron_longstraw", "bench-point", "--config", str(sweep.output / "config.yaml")]
+    command = torchrun(sweep.ranks, "bench-point", "--config", str(sweep.output / "config.yaml"))
     command += ["--result", str(result), "--repeats", str(sweep.repeats), "--mode", point.mode]
     for key in _KEYS[1:]:
         command += ["--" + key.replace("_", "-"), str(getattr(point, key))]

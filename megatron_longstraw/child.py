@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO, Any
@@ -34,6 +35,12 @@ def signals_end_the_command() -> Iterator[None]:
 
     with _handled_by(end):
         yield
+
+
+def torchrun(ranks: int, *arguments: str) -> list[str]:
+    """The command that runs ``python -m megatron_longstraw`` with these arguments on ranks of this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*command, "-m", "megatron_longstraw", *arguments]
 
 
 def run_child(

@@ -7,14 +7,13 @@ piece of the Python reference, its responses are the text that really follows (r
 import json
 import os
 import random
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from megatron_longstraw.child import run_child
+from megatron_longstraw.child import run_child, torchrun
 from megatron_longstraw.config import ConfigError
 
 _CONFIG = Path(__file__).resolve().parents[1] / "examples" / "dense" / "tiny.yaml"
@@ -65,11 +64,9 @@ def demo_groups(
 
 
 def _torchrun(*arguments: str) -> int:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(_RANKS)]
-    command += ["-m", "megatron_longstraw", *arguments]
     # CPU ranks also on a machine with GPUs: two ranks can't share one over NCCL
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return run_child(command, environment=environment)
+    return run_child(torchrun(_RANKS, *arguments), environment=environment)
 
 
 def _summary(result: dict[str, Any]) -> str:

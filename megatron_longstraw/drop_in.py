@@ -8,7 +8,7 @@ report) by its tokens and `num_microbatches`, or, with ``calculate_per_token_los
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,14 @@ from torch import Tensor
 from megatron_longstraw.config import ConfigError, ScheduleConfig
 from megatron_longstraw.distributed import check_process_groups, together
 from megatron_longstraw.samples import Sample, group_samples, micro_batch, read_sample
-from megatron_longstraw.schedule import Observer, check_model, forward_backward, temporary_settings
+from megatron_longstraw.schedule import (
+    Observer,
+    check_model,
+    forward_backward,
+    model_chunks,
+    model_config,
+    temporary_settings,
+)
 from megatron_longstraw.work import WorkItem
 
 _DEFAULT = ScheduleConfig()
@@ -101,8 +108,8 @@ def forward_backward_samples(
             "micro-batch can't be split"
         )
     check_process_groups(pg_collection, "pg_collection")
-    chunks = list(model) if isinstance(model, list | tuple) else [model]
-    config, device = _megatron_config(chunks), next(chunks[0].parameters()).device
+    chunks = model_chunks(model)
+    config, device = model_config(chunks), next(chunks[0].parameters()).device
     settings = {
         "variable_seq_lengths": True,
         "calculate_per_token_loss": True,  # Megatron divides nothing: the losses that it gets are scaled already
@@ -272,9 +279,3 @@ def _forward_step(
         return output, losses.scaled(loss_func)
 
     return step
-
-
-def _megatron_config(chunks: Sequence[Any]) -> Any:
-    from megatron.core.utils import get_model_config
-
-    return get_model_config(chunks[0])

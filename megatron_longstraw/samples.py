@@ -142,7 +142,6 @@ def micro_batch(item: WorkItem, idle: Sample) -> dict[str, Any]:
         sample = item.group.payload.samples[item.response or 0]
     shape = sample.fields["tokens"].shape
     start, end = item.segment.start, item.segment.end
-    length = -(-item.segment.length // item.multiple) * item.multiple
 
     def cut(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape[:2] != shape:
@@ -150,6 +149,6 @@ def micro_batch(item: WorkItem, idle: Sample) -> dict[str, Any]:
         piece = value[:, start:end]
         if name == "loss_mask" and item.response is None:
             piece = torch.zeros_like(piece)
-        return torch.nn.functional.pad(piece, (0, 0) * (value.dim() - 2) + (0, length - piece.shape[1]))
+        return torch.nn.functional.pad(piece, (0, 0) * (value.dim() - 2) + (0, item.padded_length - piece.shape[1]))
 
     return {name: cut(name, value) for name, value in sample.fields.items()}

@@ -100,7 +100,7 @@ def forward_backward(
     """
     if collect_non_loss_data:
         raise ConfigError("collect_non_loss_data=True is not supported: reports come from the loss function")
-    chunks = _chunks(model)
+    chunks = model_chunks(model)
     check_model(chunks)
     groups: Any = data_iterator[0] if isinstance(data_iterator, list | tuple) else data_iterator
     arguments = {
@@ -109,7 +109,7 @@ def forward_backward(
         "p2p_communicator": p2p_communicator,
         "pg_collection": pg_collection,
     }
-    config = _config(chunks)
+    config = model_config(chunks)
     _runtime(chunks).recompute = options.recompute
     finalize = config.finalize_model_grads_func
     reports: list[Any] = []
@@ -150,8 +150,8 @@ def stock_forward_backward(
     Returns:
         As `forward_backward`.
     """
-    chunks = _chunks(model)
-    config = _config(chunks)
+    chunks = model_chunks(model)
+    config = model_config(chunks)
     runtime, multiple = _runtime(chunks), _length_multiple(config)
     items = [item for group in groups for item in work.whole_sequences(group, multiple)]
     (count,) = _largest_counts(config, len(items))
@@ -182,8 +182,8 @@ def check_model(model: Any) -> None:
     Raises:
         ConfigError: names the setting.
     """
-    chunks = _chunks(model)
-    config = _config(chunks)
+    chunks = model_chunks(model)
+    config = model_config(chunks)
     check_transformer_settings(vars(config))
     for name in ("variable_seq_lengths", "calculate_per_token_loss"):
         if not getattr(config, name):
@@ -207,7 +207,7 @@ def _run_group(
     observer: Observer | None,
 ) -> list[Any]:
     """Capture, replay, prompt backward of one group; None takes part in the groups of other ranks."""
-    config, runtime = _config(chunks), _runtime(chunks)
+    config, runtime = model_config(chunks), _runtime(chunks)
     exact = options.prompt_gradient == "exact" and not forward_only
     group = group if group is not None and group.has_work else None
     interval = options.boundary_interval if runtime.recurrent else 1
@@ -275,7 +275,7 @@ def _call_megatron(
 
     if not items:
         return []
-    config = _config(chunks)
+    config = model_config(chunks)
     interleaved = len(chunks) > 1
     items = work.padded(items, config.pipeline_model_parallel_size if interleaved else 1, _length_multiple(config))
     runtime = _runtime(chunks)
@@ -338,7 +338,8 @@ def _state_options(options: ScheduleConfig, exact: bool, config: Any) -> StateOp
     )
 
 
-def _chunks(model: Any) -> list[Any]:
+def model_chunks(model: Any) -> list[Any]:
+    """The model chunks of what hosts hand over: one, or a list."""
     return list(model) if isinstance(model, list | tuple) else [model]
 
 
@@ -346,7 +347,8 @@ def _device(chunks: Sequence[Any]) -> torch.device:
     return next(chunks[0].parameters()).device
 
 
-def _config(chunks: Sequence[Any]) -> Any:
+def model_config(chunks: Sequence[Any]) -> Any:
+    """Megatron's config of the model, wrapped or not."""
     from megatron.core.utils import get_model_config
 
     return get_model_config(chunks[0])

@@ -66,6 +66,11 @@ class WorkItem:
     multiple: int = 1
 
     @property
+    def padded_length(self) -> int:
+        """T, the tokens of the micro-batch with its padding."""
+        return self.segment.length + -self.segment.length % self.multiple
+
+    @property
     def tokens(self) -> Tensor:
         """[1, T] ids, padded with 0."""
         ids = self._ids()
@@ -74,8 +79,9 @@ class WorkItem:
     @property
     def position_ids(self) -> Tensor:
         """[1, T] positions."""
-        length = self.segment.length + -self.segment.length % self.multiple
-        return torch.arange(self.segment.start, self.segment.start + length, device=self.group.prompt.device)[None]
+        return torch.arange(
+            self.segment.start, self.segment.start + self.padded_length, device=self.group.prompt.device
+        )[None]
 
     @property
     def targets(self) -> Tensor:
