@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_longstraw.prompt_state import OwnedRows, Segment
+from megatron_longstraw.prompt_state import Attend, OwnedRows, Segment, attend_anew
 
 _aten = torch.ops.aten
 _SCORE_BYTES = 2**28
@@ -48,7 +48,14 @@ class PromptRows:
     group: dist.ProcessGroup | None
 
 
-def prompt_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, prompt: PromptRows | None, scale: float) -> Tensor:
+def prompt_attention(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    prompt: PromptRows | None,
+    scale: float,
+    attend: Attend = attend_anew,
+) -> Tensor:
     """Attention of each token over the prompt's rows and over the segment up to itself.
 
     Args:
@@ -56,13 +63,14 @@ def prompt_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, prompt: Prompt
         prompt: the prompt's rows, or None for a segment that starts its sequence. Backward adds their
             gradients to `prompt.rows` itself.
         scale: softmax scale.
+        attend: gives the output and log-sum-exp of this very attention; see `Runtime.attention_of`.
 
     Returns:
         [T, H, D] in the dtype of the queries.
     """
     if prompt is not None and prompt.end == 0:
         prompt = None
-    return _PromptAttention.apply(q_THD, k_TKD, v_TKD, prompt, scale)
+    return _PromptAttention.apply(q_THD, k_TKD, v_TKD, prompt, scale, attend)
 
 
 def inject_state_gradient(key: Tensor, value: Tensor, rows: OwnedRows, segment: Segment) -> tuple[Tensor, Tensor]:
@@ -91,12 +99,15 @@ def dense_attention(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float) -
 
 class _PromptAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_THD, k_TKD, v_TKD, prompt: PromptRows | None, scale: float):  # type: ignore[no-untyped-def]
-        q, k, v = (_heads_first(x) for x in (q_THD, k_TKD, v_TKD))
-        out, lse = _attend(q, k, v, True, scale)
-        if prompt is not None:
-            out, lse = _merge(out, lse, *_attend_prompt(q, prompt, scale))
-        out = out.to(q.dtype)
+    def forward(ctx, q_THD, k_TKD, v_TKD, prompt: PromptRows | None, scale: float, attend: Attend):  # type: ignore[no-untyped-def]
+        def compute() -> tuple[Tensor, Tensor]:
+            q, k, v = (_heads_first(x) for x in (q_THD, k_TKD, v_TKD))
+            out, lse = _attend(q, k, v, True, scale)
+            if prompt is not None:
+                out, lse = _merge(out, lse, *_attend_prompt(q, prompt, scale))
+            return out.to(q.dtype), lse
+
+        out, lse = attend(compute)
         ctx.save_for_backward(q_THD, k_TKD, v_TKD, out, lse)
         ctx.prompt, ctx.scale = prompt, scale
         return out.transpose(0, 1).contiguous()
@@ -108,7 +119,7 @@ class _PromptAttention(torch.autograd.Function):
         dq, dk, dv = _attend_backward(dout, q, k, v, out, lse, True, ctx.scale)
         if ctx.prompt is not None:
             dq = dq.to(lse.dtype) + _attend_prompt_backward(dout, q, out, lse, ctx.prompt, ctx.scale)
-        return *(x.transpose(0, 1).to(q.dtype) for x in (dq, dk, dv)), None, None
+        return *(x.transpose(0, 1).to(q.dtype) for x in (dq, dk, dv)), None, None, None
 
 
 class _InjectStateGradient(torch.autograd.Function):

@@ -121,7 +121,10 @@ class ScheduleConfig:
     """Recurrent layers keep their state at every this-many-th prompt chunk, and run the chunks between forward once
     more before the prompt backward; 1 keeps all. Architectures without such layers take only 1."""
     recompute: bool = True
-    """Recompute each layer in backward, so that a micro-batch keeps one input per layer."""
+    """Recompute each layer in backward, so that a micro-batch keeps one input per layer; but not where a micro-batch is
+    so short that all its layers keep no more than one layer of a prompt chunk."""
+    keep_attention: bool = True
+    """A recomputed layer keeps the output of its attention, so that only the rest of it is computed again."""
     state_gradient_dtype: Literal["float32", "model"] = "float32"
     """Precision in which dL/d(prompt state) is summed over responses; "model" is the model's own."""
     attention_block_tokens: int = 65536

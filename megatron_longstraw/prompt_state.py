@@ -68,6 +68,15 @@ class Segment:
         return (self.in_place_of or self.phase) in (Phase.CAPTURE, Phase.RECAPTURE, Phase.PROMPT)
 
 
+Attend = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
+"""Gives an attention's output and log-sum-exp, of what computes them or of an earlier time."""
+
+
+def attend_anew(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The `Attend` that computes whenever it is asked."""
+    return compute()
+
+
 @dataclass
 class MicroBatch:
     """What the layers of a rank share while one micro-batch passes; it lives as long as the micro-batch's graph.
@@ -76,11 +85,13 @@ class MicroBatch:
         segment: the micro-batch.
         chosen: number of a layer that chooses positions for others too (IndexShare) -> its choice. Layers that
             reuse a choice are recomputed before the layer that made it, so recomputation never makes one anew.
+        attended: number of a layer -> output and log-sum-exp of its attention, kept for its recomputation.
         is_recomputed: whether layers run to rebuild a graph, not for the first time.
     """
 
     segment: Segment
     chosen: dict[int, Tensor] = field(default_factory=dict)
+    attended: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     is_recomputed: bool = False
 
 
@@ -95,9 +106,10 @@ class Runtime:
     Attributes:
         micro_batch: whose forward (or recomputed forward) runs.
         state: the prompt state of the group that runs, or None between groups.
-        recompute: whether layers recompute their forward in backward.
+        recompute_above: layers recompute their forward in backward for segments of more tokens than this.
         recurrent: whether the model has layers that keep boundary states.
-        recompute_plain: whether they do so for stock sequences too, instead of Megatron's own recomputation.
+        keep_attention: whether a recomputed layer takes its attention from its first forward.
+        recompute_plain: whether they recompute stock sequences too, instead of Megatron's own recomputation.
         plain_is_recomputable: whether stock sequences can be recomputed at all; the model says so.
         on_choice: takes (layer number, segment, what was scored, the positions chosen) of sparse attention and
             returns the positions to take: see `index_choices`.
@@ -106,7 +118,8 @@ class Runtime:
     def __init__(self) -> None:
         self.micro_batch = _outside()
         self.state: PromptState | None = None
-        self.recompute = True
+        self.recompute_above = 0
+        self.keep_attention = False
         self.recurrent = False
         self.recompute_plain = False
         self.plain_is_recomputable = True
@@ -116,6 +129,30 @@ class Runtime:
     def segment(self) -> Segment:
         """The micro-batch that runs."""
         return self.micro_batch.segment
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers recompute, in backward, the forward that runs now."""
+        plain = self.segment.phase is Phase.PLAIN
+        wanted = self.recompute_plain if plain else self.segment.length > self.recompute_above
+        return wanted and torch.is_grad_enabled()
+
+    def attention_of(self, layer_number: int) -> "Attend":
+        """How a layer gets its attention: a recomputed layer may take that of its first forward.
+
+        To be asked for in the layer, where autograd is as it is for the layer, and called within its operators.
+        """
+        micro_batch = self.micro_batch
+        if not (self.keep_attention and self.recomputes) or self.segment.phase is Phase.PLAIN:
+            return attend_anew
+        if micro_batch.is_recomputed:
+            return lambda _: micro_batch.attended.pop(layer_number)
+
+        def keep(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+            micro_batch.attended[layer_number] = result = compute()
+            return result
+
+        return keep
 
     def begin(self, segment: Segment) -> None:
         """Starts the forward of a micro-batch."""

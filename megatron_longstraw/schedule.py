@@ -26,6 +26,7 @@ Invariants, on every pipeline stage:
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -110,7 +111,8 @@ def forward_backward(
         "pg_collection": pg_collection,
     }
     config = model_config(chunks)
-    _runtime(chunks).recompute = options.recompute
+    runtime = _runtime(chunks)
+    runtime.recompute_above, runtime.keep_attention = _recompute_above(options, config), options.keep_attention
     finalize = config.finalize_model_grads_func
     reports: list[Any] = []
     with temporary_settings(config, finalize_model_grads_func=None):
@@ -251,9 +253,27 @@ def _work(
     )
 
 
+def _recompute_above(options: ScheduleConfig, config: Any) -> int:
+    """Up to how many tokens of a micro-batch its layers are not recomputed, as that would save no memory.
+
+    All layers of such a micro-batch keep no more than the one layer that is recomputed at a time for a prompt chunk.
+    """
+    if not options.recompute:
+        return sys.maxsize
+    if _in_step(config):
+        return 0  # a recomputed layer needs the other ranks in its collectives, whatever the length of theirs
+    return options.prompt_chunk_tokens // config.num_layers
+
+
+def _in_step(config: Any) -> bool:
+    """Whether data-parallel ranks run their micro-batches in step, as experts are spread over them."""
+    tp, ep = config.tensor_model_parallel_size, config.expert_model_parallel_size
+    return bool(config.num_moe_experts) and tp % ep != 0
+
+
 def _largest_counts(config: Any, *counts: int) -> list[int]:
     """The largest counts among the ranks that must run their micro-batches in step with this one."""
-    if not config.num_moe_experts or config.tensor_model_parallel_size % config.expert_model_parallel_size == 0:
+    if not _in_step(config):
         return list(counts)
     from megatron.core import parallel_state
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_longstraw.prompt_state import OwnedRows, Segment
+from megatron_longstraw.prompt_state import Attend, OwnedRows, Segment, attend_anew
 
 _SCORES_AT_ONCE = 2**24
 """Elements of [n, N, index keys] that exist at once while scores are summed over index heads."""
@@ -103,6 +103,7 @@ def sparse_attention(
     value_width: int,
     scale: float,
     query_block: int,
+    attend: Attend = attend_anew,
 ) -> Tensor:
     """Attention of each token over its chosen positions.
 
@@ -114,12 +115,13 @@ def sparse_attention(
         value_width: V.
         scale: softmax scale.
         query_block: queries in a block.
+        attend: gives the output and log-sum-exp of this very attention; see `Runtime.attention_of`.
 
     Returns:
         [T, H, V] in the dtype of the queries. The gradient of `rows_TD` is this rank's heads' part: the caller's
         gather over sequence-parallel ranks sums it.
     """
-    return _SparseAttention.apply(q_THD, rows_TD, chosen_TK, prompt, value_width, scale, query_block)
+    return _SparseAttention.apply(q_THD, rows_TD, chosen_TK, prompt, value_width, scale, query_block, attend)
 
 
 def index_scores(index: IndexQueries, block: slice, keys_SI: Tensor) -> Tensor:
@@ -173,18 +175,8 @@ def dense_sparse_attention(q_THD: Tensor, rows_SD: Tensor, chosen_TK: Tensor, va
 
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, rows, chosen, prompt, value_width, scale, query_block):  # type: ignore[no-untyped-def]
-        out = q.new_empty(*q.shape[:2], value_width)
-        lse = q.new_empty(q.shape[:2], dtype=_statistics_dtype(q))
-        start = 0 if prompt is None else prompt.end
-        for block in _blocks(len(q), query_block):
-            current = _compact(_after(chosen[block], start))
-            part, part_lse = _attend(q[block], rows, current, value_width, scale)
-            if prompt is not None:
-                part, part_lse = _merge(
-                    part, part_lse, *_attend_prompt(q[block], chosen[block], prompt, value_width, scale)
-                )
-            out[block], lse[block] = part, part_lse
+    def forward(ctx, q, rows, chosen, prompt, value_width, scale, query_block, attend):  # type: ignore[no-untyped-def]
+        out, lse = attend(lambda: _attend_in_blocks(q, rows, chosen, prompt, value_width, scale, query_block))
         ctx.save_for_backward(q, rows, chosen, out, lse)
         ctx.prompt, ctx.scale, ctx.query_block = prompt, scale, query_block
         return out
@@ -205,7 +197,7 @@ class _SparseAttention(torch.autograd.Function):
                 dq[block] += _attend_prompt_backward(
                     dout[block], q[block], chosen[block], lse[block], delta, prompt, scale
                 )
-        return dq.to(q.dtype), drows.to(rows.dtype), None, None, None, None, None
+        return dq.to(q.dtype), drows.to(rows.dtype), None, None, None, None, None, None
 
 
 class _InjectLatentGradient(torch.autograd.Function):
@@ -272,6 +264,23 @@ def _best(values: Tensor, positions: Tensor, count: int) -> tuple[Tensor, Tensor
     kept = above | (equal & (equal.cumsum(1) <= room))
     where = kept.nonzero()[:, 1].view(-1, count)
     return values.gather(1, where), positions.gather(1, where)
+
+
+def _attend_in_blocks(
+    q: Tensor, rows: Tensor, chosen: Tensor, prompt: LatentRows | None, value_width: int, scale: float, query_block: int
+) -> tuple[Tensor, Tensor]:
+    """(out [T, H, V], lse [T, H]) over the chosen rows of the prompt and of the segment."""
+    out = q.new_empty(*q.shape[:2], value_width)
+    lse = q.new_empty(q.shape[:2], dtype=_statistics_dtype(q))
+    start = 0 if prompt is None else prompt.end
+    for block in _blocks(len(q), query_block):
+        current = _compact(_after(chosen[block], start))
+        part, part_lse = _attend(q[block], rows, current, value_width, scale)
+        if prompt is not None:
+            of_prompt = _attend_prompt(q[block], chosen[block], prompt, value_width, scale)
+            part, part_lse = _merge(part, part_lse, *of_prompt)
+        out[block], lse[block] = part, part_lse
+    return out, lse
 
 
 # -- attention of a block of queries [n, H, D] over chosen rows; chosen holds rows [n, C], -1 for none

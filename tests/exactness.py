@@ -190,6 +190,15 @@ def check_same(got: dict[str, Tensor], want: dict[str, Tensor], dtype: str = "fl
         assert apart <= gate.relative * want[name].norm() + gate.floor * whole, (name, apart)
 
 
+def check_equal(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
+    """Ours of two runs of `two_steps`: the same bits on every rank, in both steps."""
+    for rank, step in itertools.product(range(len(want)), (0, 1)):
+        pairs = zip(*(results[rank]["steps"][step]["ours"] for results in (got, want)), strict=True)
+        for a, b in pairs:
+            assert a.name == b.name
+            assert torch.equal(a.tensor, b.tensor), (rank, step, a.name)
+
+
 def with_schedule(run: RunConfig, **changes: Any) -> RunConfig:
     return replace(run, schedule=replace(run.schedule, **changes))
 

@@ -15,9 +15,9 @@ from tests.ranks import Layout, Ranks
 PROMPT, RESPONSE, GROUP = 50, 7, 3
 
 
-def _run(prompt_gradient: Any, recompute: bool = True) -> RunConfig:
-    schedule = ScheduleConfig(prompt_chunk_tokens=16, prompt_gradient=prompt_gradient, recompute=recompute)
-    return replace(tiny_run(Layout()), schedule=schedule)
+def _run(prompt_gradient: Any, **changes: Any) -> RunConfig:
+    schedule = ScheduleConfig(prompt_chunk_tokens=16, prompt_gradient=prompt_gradient)
+    return replace(tiny_run(Layout()), schedule=replace(schedule, **changes))
 
 
 def _count(name: str, run: RunConfig, recompute: bool) -> int:
@@ -31,14 +31,20 @@ def _count(name: str, run: RunConfig, recompute: bool) -> int:
     return counter.total
 
 
-def _formula(forwards: int, backwards: int, tokens: int, pairs: int, layers: int, last: bool = True) -> int:
-    """Operations of layers of the tiny model; of the last one all, or its QKV and output projections only."""
+def _formula(
+    forwards: int, backwards: int, tokens: int, pairs: int, *, last: bool = True, attended: int | None = None
+) -> int:
+    """Operations of the tiny model's four layers; of the last one all, or its QKV and output projections only.
+
+    Attention may run forward another number of times than the rest.
+    """
+    layers = 4
     hidden, ffn, heads, kv_heads, dim = 32, 48, 4, 2, 8
     attention_weights = hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden
     weights = layers * attention_weights + (layers if last else layers - 1) * 3 * hidden * ffn
     products = 2 * weights * tokens * (forwards + 2 * backwards)
-    attended = heads * pairs * dim * (4 * forwards + 10 * backwards) * (layers if last else layers - 1)
-    return products + attended
+    attended = forwards if attended is None else attended
+    return products + heads * pairs * dim * (4 * attended + 10 * backwards) * (layers if last else layers - 1)
 
 
 def test_a_dense_step_by_hand(ranks: Ranks) -> None:
@@ -52,14 +58,29 @@ def test_a_dense_step_by_hand(ranks: Ranks) -> None:
     def count(name: str, run: RunConfig, recompute: bool = True) -> int:
         return ranks.run(Layout(), _count, name, run, recompute)[0]
 
-    assert count("stock", _run("exact"), False) == head + GROUP * _formula(1, 1, length, whole, 4)
-    assert count("stock", _run("exact"), True) == head + GROUP * _formula(2, 1, length, whole, 4)
-    capture = _formula(1, 0, prompt, of_prompt, 4, last=False)
-    replay = GROUP * _formula(2, 1, RESPONSE, behind, 4)
-    assert count("longstraw", _run("detached")) == head + capture + replay
-    replay = GROUP * _formula(1, 1, RESPONSE, behind, 4)
-    backward = _formula(1, 1, prompt, of_prompt, 4, last=False)
-    assert count("longstraw", _run("exact", recompute=False)) == head + capture + replay + backward
+    assert count("stock", _run("exact"), False) == head + GROUP * _formula(1, 1, length, whole)
+    assert count("stock", _run("exact"), True) == head + GROUP * _formula(2, 1, length, whole)
+    capture = head + _formula(1, 0, prompt, of_prompt, last=False)
+    for keep, attended in ((True, 1), (False, 2)):
+        replay = GROUP * _formula(2, 1, RESPONSE, behind, attended=attended)
+        backward = _formula(2, 1, prompt, of_prompt, last=False, attended=attended)
+        assert count("longstraw", _run("detached", keep_attention=keep)) == capture + replay
+        # of a prompt of 49 tokens the last chunk has one, in which nothing is recomputed
+        once = _formula(1, 0, 1, prompt, last=False, attended=attended - 1)
+        assert count("longstraw", _run("exact", keep_attention=keep)) == capture + replay + backward - once
+    replay = GROUP * _formula(1, 1, RESPONSE, behind)
+    backward = _formula(1, 1, prompt, of_prompt, last=False)
+    assert count("longstraw", _run("exact", recompute=False)) == capture + replay + backward
+
+
+def test_short_micro_batches_are_not_recomputed(ranks: Ranks) -> None:
+    """A response of 7 tokens in 4 layers keeps no more than a prompt chunk of 28 in one."""
+
+    def count(chunk: int) -> int:
+        return ranks.run(Layout(), _count, "longstraw", _run("detached", prompt_chunk_tokens=chunk), True)[0]
+
+    behind = RESPONSE * (RESPONSE + 1) // 2 + RESPONSE * (PROMPT - 1)
+    assert count(27) - count(28) == GROUP * _formula(1, 0, RESPONSE, behind, attended=0)
 
 
 def test_products_as_torch_counts_them() -> None:

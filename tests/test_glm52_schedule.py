@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_longstraw.config import ConfigError, ParallelConfig, RunConfig, load_config
 from megatron_longstraw.rollouts import RolloutGroup
-from tests.exactness import check_same, check_steps, join, rank_device, two_steps, with_schedule
+from tests.exactness import check_equal, check_same, check_steps, join, rank_device, two_steps, with_schedule
 from tests.glm52 import TINY_GLM, glm_groups, tiny_glm
 from tests.ranks import Layout, Ranks
 
@@ -94,6 +94,12 @@ def test_chunk_page_and_block_sizes_change_nothing(
     check_steps(results)
     want = join([r["steps"][1]["stock"] for r in one_rank])
     check_same(join([r["steps"][1]["ours"] for r in results]), want)
+
+
+def test_keeping_attention_changes_no_bit(ranks: Ranks) -> None:
+    layout = Layout(tp=2, ep=2)
+    runs = [with_schedule(tiny_glm(layout), keep_attention=keep) for keep in (True, False)]
+    check_equal(*(ranks.run(layout, two_steps, run, glm_groups()) for run in runs))
 
 
 def _counts(run: RunConfig, groups: list[RolloutGroup], recompute: bool, forward_only: bool) -> dict[str, Tensor]:

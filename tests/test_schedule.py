@@ -13,6 +13,7 @@ from megatron_longstraw.config import ConfigError, RunConfig
 from tests.exactness import (
     LAYOUTS,
     LOG_PROBS,
+    check_equal,
     check_same,
     check_steps,
     edge_groups,
@@ -93,6 +94,14 @@ def test_chunk_and_page_sizes_change_nothing(
 def test_without_recomputation(ranks: Ranks) -> None:
     run = with_schedule(tiny_run(Layout(pp=2), dtype="float64"), recompute=False)
     check_steps(ranks.run(Layout(pp=2), two_steps, run, edge_groups()), "float64")
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(pp=2), pytest.param(Layout(tp=4), marks=pytest.mark.slow)], ids=str
+)
+def test_keeping_attention_changes_no_bit(ranks: Ranks, layout: Layout) -> None:
+    runs = [with_schedule(tiny_run(layout), keep_attention=keep) for keep in (True, False)]
+    check_equal(*(ranks.run(layout, two_steps, run, edge_groups()) for run in runs))
 
 
 @pytest.mark.parametrize(

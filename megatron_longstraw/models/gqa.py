@@ -116,10 +116,10 @@ class PromptCoreAttention(MegatronModule):
         return out.reshape(out.shape[0], 1, -1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        segment = self.runtime.segment
+        segment, attend = self.runtime.segment, self.runtime.attention_of(self.layer_number)
         rows = self._rows(k, v) if self.runtime.current_state().length else None
         if rows is None:
-            return prompt_attention(q, k, v, None, self.softmax_scale)
+            return prompt_attention(q, k, v, None, self.softmax_scale, attend)
         if segment.phase is Phase.CAPTURE:
             rows.write(segment, key=k, value=v)
             if self.is_last:
@@ -130,7 +130,7 @@ class PromptCoreAttention(MegatronModule):
             k, v = inject_state_gradient(k, v, rows, segment)
         block_tokens = self.runtime.current_state().options.attention_block_tokens
         prompt = PromptRows(rows, segment.start, block_tokens, self.group)
-        return prompt_attention(q, k, v, prompt, self.softmax_scale)
+        return prompt_attention(q, k, v, prompt, self.softmax_scale, attend)
 
     def _rows(self, k: Tensor, v: Tensor) -> OwnedRows:
         return self.runtime.current_state().rows(

@@ -43,8 +43,7 @@ class PromptLayer(TransformerLayer):
         if runtime.segment.phase is Phase.RECAPTURE:
             return _WithoutGraph.apply(hidden_states, lambda x: self._forward(x, *args, **kwargs)[0]), None
         # a stock sequence is recomputed by Megatron itself, if at all
-        wanted = runtime.recompute_plain if runtime.segment.phase is Phase.PLAIN else runtime.recompute
-        if not (wanted and torch.is_grad_enabled()):
+        if not runtime.recomputes:
             return self._forward(hidden_states, *args, **kwargs)
         resumption = runtime.resumption()
 
