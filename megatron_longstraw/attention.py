@@ -63,7 +63,7 @@ def prompt_attention(
         prompt: the prompt's rows, or None for a segment that starts its sequence. Backward adds their
             gradients to `prompt.rows` itself.
         scale: softmax scale.
-        attend: gives the output and log-sum-exp of this very attention; see `Runtime.attention_of`.
+        attend: gives the output and log-sum-exp of this very attention; see `Runtime.attend_of`.
 
     Returns:
         [T, H, D] in the dtype of the queries.

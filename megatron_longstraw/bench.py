@@ -278,7 +278,7 @@ def prepare_output(sweep: Sweep) -> None:
         (output / "logs").mkdir(parents=True, exist_ok=True)
         config.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--output {output}: can't be written: {error}") from error
+        raise ConfigError(f"--output {output}: can't be written: {error.strerror}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -256,7 +256,7 @@ def _check_result_file(options: argparse.Namespace) -> None:
     try:
         options.json.open("a").close()
     except OSError as error:
-        raise ConfigError(f"--json {options.json}: can't be written: {error}") from error
+        raise ConfigError(f"--json {options.json}: can't be written: {error.strerror}") from error
 
 
 def _write_json(path: Path, result: dict[str, Any]) -> None:

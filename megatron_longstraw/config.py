@@ -121,10 +121,11 @@ class ScheduleConfig:
     """Recurrent layers keep their state at every this-many-th prompt chunk, and run the chunks between forward once
     more before the prompt backward; 1 keeps all. Architectures without such layers take only 1."""
     recompute: bool = True
-    """Recompute each layer in backward, so that a micro-batch keeps one input per layer; but not where a micro-batch is
-    so short that all its layers keep no more than one layer of a prompt chunk."""
+    """Recompute each layer in backward, so that a micro-batch keeps one input per layer. Micro-batches of few
+    tokens (a prompt chunk's by 2 x num_layers) are not recomputed; where data-parallel ranks share experts, all are."""
     keep_attention: bool = True
-    """A recomputed layer keeps the output of its attention, so that only the rest of it is computed again."""
+    """A recomputed layer keeps its attention's output, so that the rest alone is computed again: heads x head_dim
+    numbers a token over TP, of GLM-5.2 heads x kv_lora_rank. Without `recompute` it means nothing."""
     state_gradient_dtype: Literal["float32", "model"] = "float32"
     """Precision in which dL/d(prompt state) is summed over responses; "model" is the model's own."""
     attention_block_tokens: int = 65536

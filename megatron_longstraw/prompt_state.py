@@ -13,7 +13,6 @@ and only those that it owns. Invariants, each checked where it could break:
 Recurrent layers keep states at chunk boundaries instead of rows: `megatron_longstraw.recurrent_state`.
 """
 
-import contextlib
 import dataclasses
 import enum
 import math
@@ -106,9 +105,9 @@ class Runtime:
     Attributes:
         micro_batch: whose forward (or recomputed forward) runs.
         state: the prompt state of the group that runs, or None between groups.
-        recompute_above: layers recompute their forward in backward for segments of more tokens than this.
+        recompute_above: layers recompute their forward in backward for segments of more tokens than this; None: never.
         recurrent: whether the model has layers that keep boundary states.
-        keep_attention: whether a recomputed layer takes its attention from its first forward.
+        keep_attention: whether a recomputed layer takes its attention from its first forward (not in stock sequences).
         recompute_plain: whether they recompute stock sequences too, instead of Megatron's own recomputation.
         plain_is_recomputable: whether stock sequences can be recomputed at all; the model says so.
         on_choice: takes (layer number, segment, what was scored, the positions chosen) of sparse attention and
@@ -116,14 +115,10 @@ class Runtime:
     """
 
     def __init__(self) -> None:
-        self.micro_batch = _outside()
-        self.state: PromptState | None = None
-        self.recompute_above = 0
-        self.keep_attention = False
         self.recurrent = False
-        self.recompute_plain = False
         self.plain_is_recomputable = True
         self.on_choice: Callable[[int, Segment, Any, Tensor], Tensor] | None = None
+        self.end()
 
     @property
     def segment(self) -> Segment:
@@ -133,54 +128,72 @@ class Runtime:
     @property
     def recomputes(self) -> bool:
         """Whether layers recompute, in backward, the forward that runs now."""
-        plain = self.segment.phase is Phase.PLAIN
-        wanted = self.recompute_plain if plain else self.segment.length > self.recompute_above
-        return wanted and torch.is_grad_enabled()
+        if not torch.is_grad_enabled():
+            return False
+        if self._is_plain:
+            return self.recompute_plain
+        return self.recompute_above is not None and self.segment.length > self.recompute_above
 
-    def attention_of(self, layer_number: int) -> "Attend":
+    @property
+    def _is_plain(self) -> bool:
+        """Whether a stock sequence runs, or idle work while other ranks run one: they are recomputed together."""
+        return (self.segment.in_place_of or self.segment.phase) is Phase.PLAIN
+
+    def attend_of(self, layer_number: int) -> Attend:
         """How a layer gets its attention: a recomputed layer may take that of its first forward.
 
         To be asked for in the layer, where autograd is as it is for the layer, and called within its operators.
         """
-        micro_batch = self.micro_batch
-        if not (self.keep_attention and self.recomputes) or self.segment.phase is Phase.PLAIN:
+        attended = self.micro_batch.attended
+        if not (self.keep_attention and self.recomputes) or self._is_plain:
             return attend_anew
-        if micro_batch.is_recomputed:
-            return lambda _: micro_batch.attended.pop(layer_number)
 
         def keep(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-            micro_batch.attended[layer_number] = result = compute()
-            return result
+            out, lse = compute()
+            # detached: an operator's output leads to its graph, which leads to what recomputes it, and so to here
+            attended[layer_number] = out.detach(), lse
+            return out, lse
 
-        return keep
+        return (lambda _: attended.pop(layer_number)) if self.micro_batch.is_recomputed else keep
 
     def begin(self, segment: Segment) -> None:
         """Starts the forward of a micro-batch."""
         self.micro_batch = MicroBatch(segment)
 
     def end(self) -> None:
-        """Ends a step: what runs from here on is not the schedule's."""
-        self.micro_batch, self.state = _outside(), None
+        """Ends a group or a stock step: what runs from here on is not the schedule's, until it says so again."""
+        self.micro_batch = _outside()
+        self.state: PromptState | None = None
+        self.recompute_above: int | None = 0
+        self.keep_attention = self.recompute_plain = False
 
-    def resumption(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Makes contexts that re-enter the micro-batch that runs now, to recompute a layer of it."""
-        again = dataclasses.replace(self.micro_batch, is_recomputed=True)
-
-        @contextlib.contextmanager
-        def resume() -> Iterator[None]:
-            now, self.micro_batch = self.micro_batch, again
-            try:
-                yield
-            finally:
-                self.micro_batch = now
-
-        return resume
+    def resumption(self) -> "_Resumption":
+        """A context that re-enters the micro-batch that runs now, to recompute a layer of it."""
+        return _Resumption(self, dataclasses.replace(self.micro_batch, is_recomputed=True))
 
     def current_state(self) -> "PromptState":
         """The prompt state; RuntimeError outside the schedule."""
         if self.state is None:
             raise RuntimeError(f"phase {self.segment.phase.value} needs a prompt state: only the schedule runs it")
         return self.state
+
+
+class _Resumption:
+    """Re-enters a micro-batch, once: a second backward would add to the prompt's gradient again."""
+
+    def __init__(self, runtime: Runtime, micro_batch: MicroBatch) -> None:
+        self._runtime, self._micro_batch = runtime, micro_batch
+        self._interrupted: MicroBatch | None = None
+
+    def __enter__(self) -> None:
+        if self._interrupted is not None:
+            raise RuntimeError("a layer is recomputed a second time: the graph of a micro-batch runs backward once")
+        self._interrupted, self._runtime.micro_batch = self._runtime.micro_batch, self._micro_batch
+
+    def __exit__(self, *error: Any) -> None:
+        assert self._interrupted is not None
+        self._runtime.micro_batch = self._interrupted
+        self._interrupted = _outside()  # and none of another micro-batch's tensors
 
 
 @dataclass(frozen=True)

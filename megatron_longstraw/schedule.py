@@ -26,7 +26,6 @@ Invariants, on every pipeline stage:
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -111,8 +110,6 @@ def forward_backward(
         "pg_collection": pg_collection,
     }
     config = model_config(chunks)
-    runtime = _runtime(chunks)
-    runtime.recompute_above, runtime.keep_attention = _recompute_above(options, config), options.keep_attention
     finalize = config.finalize_model_grads_func
     reports: list[Any] = []
     with temporary_settings(config, finalize_model_grads_func=None):
@@ -217,6 +214,7 @@ def _run_group(
     count_chunks, count_responses = _largest_counts(config, len(capture), len(replay))
     if not count_responses:
         return []
+    runtime.recompute_above, runtime.keep_attention = _recompute_above(group, options, config), options.keep_attention
     idle_group = group or work.no_group(_device(chunks))
     fill = functools.partial(work.filled, group=idle_group, multiple=_length_multiple(config))
     if group is not None:
@@ -253,16 +251,17 @@ def _work(
     )
 
 
-def _recompute_above(options: ScheduleConfig, config: Any) -> int:
-    """Up to how many tokens of a micro-batch its layers are not recomputed, as that would save no memory.
+def _recompute_above(group: PromptGroup | None, options: ScheduleConfig, config: Any) -> int | None:
+    """Up to how many tokens of a micro-batch its layers are not recomputed, as that would hardly save memory.
 
-    All layers of such a micro-batch keep no more than the one layer that is recomputed at a time for a prompt chunk.
+    All layers of such a micro-batch keep half of what one layer of the group's largest prompt chunk would. In a
+    pipeline that holds for the micro-batches in flight together, as a stage has as many fewer layers.
     """
     if not options.recompute:
-        return sys.maxsize
-    if _in_step(config):
+        return None
+    if group is None or _in_step(config):
         return 0  # a recomputed layer needs the other ranks in its collectives, whatever the length of theirs
-    return options.prompt_chunk_tokens // config.num_layers
+    return min(options.prompt_chunk_tokens, len(group.prompt) - 1) // (2 * config.num_layers)
 
 
 def _in_step(config: Any) -> bool:

@@ -115,7 +115,7 @@ def sparse_attention(
         value_width: V.
         scale: softmax scale.
         query_block: queries in a block.
-        attend: gives the output and log-sum-exp of this very attention; see `Runtime.attention_of`.
+        attend: gives the output and log-sum-exp of this very attention; see `Runtime.attend_of`.
 
     Returns:
         [T, H, V] in the dtype of the queries. The gradient of `rows_TD` is this rank's heads' part: the caller's

@@ -372,7 +372,7 @@ def _prepare_output(output: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"--output {output}: can't be written: {error}") from error
+        raise ConfigError(f"--output {output}: can't be written: {error.strerror}") from error
 
 
 def _batches(groups: Iterator[RolloutGroup], size: int, count: int) -> Iterator[list[RolloutGroup]]:

@@ -96,6 +96,13 @@ def test_chunk_page_and_block_sizes_change_nothing(
     check_same(join([r["steps"][1]["ours"] for r in results]), want)
 
 
+def test_idle_work_of_the_stock_side_is_recomputed_with_the_rest(ranks: Ranks) -> None:
+    """Data-parallel ranks share experts and have one group: else one rank would wait in collectives for ever."""
+    layout = Layout(dp=2, ep=2)
+    run = with_schedule(tiny_glm(layout), recompute=False)
+    check_steps(ranks.run(layout, two_steps, run, glm_groups()[:1]))
+
+
 def test_keeping_attention_changes_no_bit(ranks: Ranks) -> None:
     layout = Layout(tp=2, ep=2)
     runs = [with_schedule(tiny_glm(layout), keep_attention=keep) for keep in (True, False)]

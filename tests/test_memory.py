@@ -45,6 +45,37 @@ def test_peak_does_not_depend_on_the_number_of_responses(ranks: Ranks) -> None:
         assert max(grown) < 0.002 * min(few), layout
 
 
+def _peak_of_responses(prompt: int, tokens: int, always: bool, schedule: ScheduleConfig) -> int:
+    from megatron_longstraw import schedule as module
+    from megatron_longstraw.compare import run_schedule
+    from megatron_longstraw.trainer import build_ddp_model
+
+    run = tiny_run(Layout(), schedule=schedule)
+    draw = np.random.default_rng(0)
+    rollouts = [group("g", prompt, *(response(draw, tokens) for _ in range(2)))]
+    ours = module._recompute_above
+    if always:
+        module._recompute_above = lambda *_: 0
+    try:
+        return run_schedule("longstraw", build_ddp_model(run), rollouts, run, torch.device("cpu")).peak_bytes
+    finally:
+        module._recompute_above = ours
+
+
+@pytest.mark.parametrize("gradient", ["exact", "detached"])
+@pytest.mark.parametrize(("chunk", "prompt", "tokens"), [(256, 2049, 32), (65536, 257, 4096), (65536, 257, 32)])
+def test_short_micro_batches_need_no_recomputation(
+    ranks: Ranks, gradient: str, chunk: int, prompt: int, tokens: int
+) -> None:
+    """Up to 1/8 of a prompt chunk, four layers keep less than a chunk's one layer; beyond, all are recomputed.
+
+    In detached mode no chunk has a graph: the most is then what capture needs of one layer, which may be less.
+    """
+    schedule = ScheduleConfig(prompt_chunk_tokens=chunk, prompt_gradient=gradient, attention_block_tokens=256)
+    ours, always = (ranks.run(Layout(), _peak_of_responses, prompt, tokens, each, schedule)[0] for each in (0, 1))
+    assert ours <= {"exact": 1.0, "detached": 1.1}[gradient] * always
+
+
 def test_prompt_costs_its_state_and_no_more(ranks: Ranks) -> None:
     """From 1000 to 4000 tokens: rows and their float32 gradients, and the ids; stock adds full activations."""
     peaks = {

@@ -136,7 +136,7 @@ def test_recomputation_sees_its_own_micro_batch() -> None:
     runtime.micro_batch.chosen[7] = torch.ones(1)
     runtime.begin(_chunk(7, 2))
     assert not runtime.micro_batch.chosen
-    with resume():
+    with resume:
         assert runtime.segment is first
         assert runtime.micro_batch.is_recomputed and 7 in runtime.micro_batch.chosen
     assert runtime.segment.start == 7 and not runtime.micro_batch.is_recomputed

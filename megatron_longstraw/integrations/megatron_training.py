@@ -41,6 +41,7 @@ def schedule_options(args: Namespace) -> ScheduleConfig:
             prompt_gradient=args.longstraw_prompt_gradient,
             page_tokens=args.longstraw_page,
             recompute=not args.longstraw_no_recompute,
+            keep_attention=not args.longstraw_no_keep_attention,
             state_gradient_dtype=args.longstraw_state_gradient_dtype,
         )
     except ConfigError as error:

@@ -116,7 +116,7 @@ class PromptCoreAttention(MegatronModule):
         return out.reshape(out.shape[0], 1, -1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        segment, attend = self.runtime.segment, self.runtime.attention_of(self.layer_number)
+        segment, attend = self.runtime.segment, self.runtime.attend_of(self.layer_number)
         rows = self._rows(k, v) if self.runtime.current_state().length else None
         if rows is None:
             return prompt_attention(q, k, v, None, self.softmax_scale, attend)

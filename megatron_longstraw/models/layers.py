@@ -55,7 +55,7 @@ class PromptLayer(TransformerLayer):
             hidden_states,
             use_reentrant=False,
             preserve_rng_state=False,  # nothing random is left: dropout is refused
-            context_fn=lambda: (contextlib.nullcontext(), resumption()),
+            context_fn=lambda: (contextlib.nullcontext(), resumption),
         )
 
     def _forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

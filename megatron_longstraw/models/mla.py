@@ -122,7 +122,7 @@ class PromptSparseAttention(DSAttention):
             value_width=self.config.kv_lora_rank,
             scale=self.softmax_scale,
             query_block=self.query_block,
-            attend=self.runtime.attention_of(self.layer_number),
+            attend=self.runtime.attend_of(self.layer_number),
         )
 
     def _chosen(self, index: IndexQueries | None, prompt: LatentRows | None) -> Tensor:
