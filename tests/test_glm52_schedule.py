@@ -106,7 +106,7 @@ def test_idle_work_of_the_stock_side_is_recomputed_with_the_rest(ranks: Ranks) -
 def test_keeping_attention_changes_no_bit(ranks: Ranks) -> None:
     layout = Layout(tp=2, ep=2)
     runs = [with_schedule(tiny_glm(layout), keep_attention=keep) for keep in (True, False)]
-    check_equal(*(ranks.run(layout, two_steps, run, glm_groups()) for run in runs))
+    check_equal(*(ranks.run(layout, two_steps, run, glm_groups()[:1]) for run in runs))
 
 
 def _counts(run: RunConfig, groups: list[RolloutGroup], recompute: bool, forward_only: bool) -> dict[str, Tensor]:
