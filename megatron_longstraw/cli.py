@@ -10,7 +10,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,10 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr, flush=True)
         status = 2
     except _peer_errors():
-        time.sleep(1.0)  # torchrun ends all ranks once one has ended: the one that failed says why first
-        status = 2
-    if status == 2:
-        _abandon_ranks(status)
+        status = 2  # the rank that failed says why
     sys.exit(status)
 
 
@@ -396,16 +392,6 @@ def _leave(status: int) -> int:
     dist.barrier()
     dist.destroy_process_group()
     return status
-
-
-def _abandon_ranks(status: int) -> None:
-    """Ends the process at once where it is a rank: taken down in order, threads of its communicators may abort it."""
-    if "torch" in sys.modules:
-        import torch.distributed as dist
-
-        if dist.is_available() and dist.is_initialized():
-            sys.stdout.flush()
-            os._exit(status)
 
 
 def _user_errors() -> tuple[type[BaseException], ...]:
