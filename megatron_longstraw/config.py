@@ -121,8 +121,8 @@ class ScheduleConfig:
     """Recurrent layers keep their state at every this-many-th prompt chunk, and run the chunks between forward once
     more before the prompt backward; 1 keeps all. Architectures without such layers take only 1."""
     recompute: bool = True
-    """Recompute each layer in backward, so that a micro-batch keeps one input per layer. Micro-batches of few
-    tokens (a prompt chunk's by 2 x num_layers) are not recomputed; where data-parallel ranks share experts, all are."""
+    """Recompute each layer in backward, so that a micro-batch keeps one input per layer. A micro-batch of at
+    most 1 / (2 x num_layers) of a prompt chunk is not recomputed; where data-parallel ranks share experts, all are."""
     keep_attention: bool = True
     """A recomputed layer keeps its attention's output, so that the rest alone is computed again: heads x head_dim
     numbers a token over TP, of GLM-5.2 heads x kv_lora_rank. Without `recompute` it means nothing."""
