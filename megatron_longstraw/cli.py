@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -290,12 +290,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     from megatron_longstraw.demo import demo
 
-    try:
-        with signals_end_the_command():
-            return demo(options.output)
-    except EndedBySignal as end:
-        print(end, flush=True)
-        return 128 + end.number
+    return _until_signal(lambda: demo(options.output))
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -322,11 +317,17 @@ def _bench(options: argparse.Namespace) -> int:
         memory_limit_gib=options.memory_limit_gib,
         gpu=gpus > 0,
     )
+    left = f": what was measured is in {options.output}; the same command goes on"
+    return _until_signal(lambda: _longest(sweep) if options.longest else _bench_points(sweep), left)
+
+
+def _until_signal(command: Callable[[], int], left: str = "") -> int:
+    """The status of a command that starts children; where a signal ended it, that is said, with what is left."""
     try:
         with signals_end_the_command():
-            return _longest(sweep) if options.longest else _bench_points(sweep)
+            return command()
     except EndedBySignal as end:
-        print(f"{end}: what was measured is in {options.output}; the same command goes on", flush=True)
+        print(f"{end}{left}", flush=True)
         return 128 + end.number
 
 

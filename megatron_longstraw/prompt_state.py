@@ -64,7 +64,17 @@ class Segment:
     @property
     def is_prompt(self) -> bool:
         """Whether it is there for the state it leaves, so that the last layer's output is of no use."""
-        return (self.in_place_of or self.phase) in (Phase.CAPTURE, Phase.RECAPTURE, Phase.PROMPT)
+        return self._common_phase in (Phase.CAPTURE, Phase.RECAPTURE, Phase.PROMPT)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a stock sequence, or idle work while other ranks run one: they are recomputed together."""
+        return self._common_phase is Phase.PLAIN
+
+    @property
+    def _common_phase(self) -> Phase:
+        """What the ranks that share collectives run, also where this one is idle."""
+        return self.in_place_of or self.phase
 
 
 Attend = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
@@ -130,14 +140,9 @@ class Runtime:
         """Whether layers recompute, in backward, the forward that runs now."""
         if not torch.is_grad_enabled():
             return False
-        if self._is_plain:
+        if self.segment.is_plain:
             return self.recompute_plain
         return self.recompute_above is not None and self.segment.length > self.recompute_above
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether a stock sequence runs, or idle work while other ranks run one: they are recomputed together."""
-        return (self.segment.in_place_of or self.segment.phase) is Phase.PLAIN
 
     def attend_of(self, layer_number: int) -> Attend:
         """How a layer gets its attention: a recomputed layer may take that of its first forward.
@@ -145,7 +150,7 @@ class Runtime:
         To be asked for in the layer, where autograd is as it is for the layer, and called within its operators.
         """
         attended = self.micro_batch.attended
-        if not (self.keep_attention and self.recomputes) or self._is_plain:
+        if not (self.keep_attention and self.recomputes) or self.segment.is_plain:
             return attend_anew
 
         def keep(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -182,18 +187,18 @@ class _Resumption:
     """Re-enters a micro-batch, once: a second backward would add to the prompt's gradient again."""
 
     def __init__(self, runtime: Runtime, micro_batch: MicroBatch) -> None:
-        self._runtime, self._micro_batch = runtime, micro_batch
+        self._runtime = runtime
+        self._again: MicroBatch | None = micro_batch
         self._interrupted: MicroBatch | None = None
 
     def __enter__(self) -> None:
-        if self._interrupted is not None:
+        if self._again is None:
             raise RuntimeError("a layer is recomputed a second time: the graph of a micro-batch runs backward once")
-        self._interrupted, self._runtime.micro_batch = self._runtime.micro_batch, self._micro_batch
+        self._interrupted, self._runtime.micro_batch, self._again = self._runtime.micro_batch, self._again, None
 
     def __exit__(self, *error: Any) -> None:
         assert self._interrupted is not None
-        self._runtime.micro_batch = self._interrupted
-        self._interrupted = _outside()  # and none of another micro-batch's tensors
+        self._runtime.micro_batch, self._interrupted = self._interrupted, None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Peak bytes, counted: they don't grow with the number of responses, and no more than a chunk's with the prompt's."""
 
+import contextlib
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -53,13 +55,8 @@ def _peak_of_responses(prompt: int, tokens: int, always: bool, schedule: Schedul
     run = tiny_run(Layout(), schedule=schedule)
     draw = np.random.default_rng(0)
     rollouts = [group("g", prompt, *(response(draw, tokens) for _ in range(2)))]
-    ours = module._recompute_above
-    if always:
-        module._recompute_above = lambda *_: 0
-    try:
+    with patch.object(module, "_recompute_above", return_value=0) if always else contextlib.nullcontext():
         return run_schedule("longstraw", build_ddp_model(run), rollouts, run, torch.device("cpu")).peak_bytes
-    finally:
-        module._recompute_above = ours
 
 
 @pytest.mark.parametrize("gradient", ["exact", "detached"])

@@ -25,11 +25,11 @@ def _layer(kind: str, runtime: Runtime, q: Tensor, rows: Tensor) -> Tensor:
     return sparse_attention(q, rows, chosen, None, value_width=DIM, scale=0.5, query_block=2, attend=attend)
 
 
-def _run(kind: str, runtime: Runtime, phase: Phase = Phase.RESPONSE) -> tuple[Tensor, Tensor]:
+def _run(kind: str, runtime: Runtime) -> tuple[Tensor, Tensor]:
     """The output of a recomputed layer, and its queries."""
     torch.manual_seed(0)
     q, rows = torch.randn(TOKENS, HEADS, DIM, requires_grad=True), torch.randn(TOKENS, DIM)
-    runtime.begin(Segment(phase=phase, start=0, length=TOKENS))
+    runtime.begin(Segment(phase=Phase.RESPONSE, start=0, length=TOKENS))
     resumption = runtime.resumption()
     out = checkpoint(
         lambda q: _layer(kind, runtime, q, rows).cos(),

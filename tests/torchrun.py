@@ -3,9 +3,10 @@
 import ctypes
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from megatron_longstraw import child
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,6 +36,5 @@ def drop_override() -> None:
 
 
 def _command(ranks: int, *arguments: Any) -> tuple[list[str], dict[str, str]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "megatron_longstraw", *map(str, arguments)]
-    return command, {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return child.torchrun(ranks, *map(str, arguments)), environment
