@@ -7,23 +7,24 @@ don't:
              candidates and the current rows' merge into the *global* best K. Ties go to the lower position, so
              the choice does not depend on blocks or owners.
     attend   the group gathers the queries of all heads; each rank attends, with all heads, to those of its own
-             rows that were chosen; results merge by log-sum-exp and are scattered back to heads. The current
-             rows' part is computed by each rank for its own heads, and merged in.
+             rows that were chosen, and sends each rank the results of that rank's heads, which merge by
+             log-sum-exp. The current rows' part is computed by each rank for its own heads, and merged in.
     back     dq is reduce-scattered; a row's gradient is complete on its owner.
 
 All of it runs in blocks of queries. In a block of n queries there are scores [n, index keys of one block], and
-chosen rows [n, K, D]; nothing of size [queries, prompt] exists.
+chosen rows [n, K, D]; nothing of size [queries, prompt] exists. What is sent is smaller than what is computed from
+it, so a few blocks, a *stretch* of m queries, travel in one message.
 
-Shapes: T tokens of the segment (n of a block), P positions before it, S rows, N index heads, I their dimension,
-K chosen positions (-1 where fewer exist), H attention heads of this rank, D width of a row (a key; its first V
-values are the value, too), W ranks of the owner group. Scores, statistics and merged results are float32, or
+Shapes: T tokens of the segment (n of a block, m of a stretch), P positions before it, S rows, N index heads, I their
+dimension, K chosen positions (-1 where fewer exist), H attention heads of this rank, D width of a row (a key; its
+first V values are the value, too), W ranks of the owner group. Scores, statistics and merged results are float32, or
 float64 for float64.
 
 Sources: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1; Megatron-Core 0.19.2, experimental_attention_variant/dsa.py.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +33,9 @@ from torch import Tensor
 
 from megatron_longstraw.prompt_state import Attend, OwnedRows, Segment, attend_anew
 
-_SCORES_AT_ONCE = 2**24
-"""Elements of [n, N, index keys] that exist at once while scores are summed over index heads."""
+_BLOCKS_OF_STRETCH = 4
+"""Blocks of queries that travel together. For GLM-5.2 on 8 ranks what a query sends and gets back is a seventh of its
+chosen rows [K, D]: four blocks of it take little more than half of what the rows of one block take."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +84,19 @@ def choose_positions(index: IndexQueries, prompt: LatentRows | None, query_block
     tokens = len(index.queries)
     chosen = torch.full((tokens, min(index.topk, start + tokens)), -1, dtype=torch.int32, device=index.keys.device)
     own_positions = torch.arange(start, start + tokens, device=index.keys.device)
-    for block in _blocks(tokens, query_block):
-        scores = index_scores(index, block, index.keys)
-        future = own_positions > own_positions[block, None]
-        candidates = scores.masked_fill_(future, -math.inf), own_positions.expand_as(scores)
-        if prompt is not None:
-            before = _best_of_prompt(index, block, prompt)
-            candidates = torch.cat([before[0], candidates[0]], 1), torch.cat([before[1], candidates[1]], 1)
-        values, positions = _best(*candidates, index.topk)
-        chosen[block, : positions.shape[1]] = positions.where(values > -math.inf, -1).int()
+    for stretch in _stretches(tokens, query_block):
+        before = None if prompt is None else _candidates_of_prompt(index, stretch, prompt, query_block)
+        for block in _blocks(stretch, query_block):
+            scores = index_scores(index, block, index.keys[: block.stop])
+            up_to_here = own_positions[: block.stop]
+            future = up_to_here > own_positions[block, None]
+            candidates = scores.masked_fill_(future, -math.inf), up_to_here.expand_as(scores)
+            if before is not None:
+                here = slice(block.start - stretch.start, block.stop - stretch.start)
+                of_prompt = _best(*_ascending(*(x[here] for x in before)), min(index.topk, start))
+                candidates = torch.cat([of_prompt[0], candidates[0]], 1), torch.cat([of_prompt[1], candidates[1]], 1)
+            values, positions = _best(*candidates, index.topk)
+            chosen[block, : positions.shape[1]] = positions.where(values > -math.inf, -1).int()
     return chosen
 
 
@@ -125,17 +131,17 @@ def sparse_attention(
 
 
 def index_scores(index: IndexQueries, block: slice, keys_SI: Tensor) -> Tensor:
-    """Scores [n, S] of a block of queries, future positions included; summed over a few heads at a time."""
+    """Scores [n, S] of a block of queries, future positions included.
+
+    Heads are added one after the other: the scores of one exist at once, and no block changes the order of the sum.
+    """
     dtype = _statistics_dtype(keys_SI)
-    q, w, k = index.queries[block], index.weights[block].to(dtype), keys_SI
-    scores = q.new_zeros(len(q), len(k), dtype=dtype)
-    step = max(1, _SCORES_AT_ONCE // max(1, scores.numel()))
-    for first in range(0, q.shape[1], step):
-        heads = slice(first, first + step)
-        queries = q[:, heads].transpose(0, 1).flatten(0, 1)
-        part = _product(queries[None], k.T[None]).view(-1, *scores.shape)  # [heads, n, S]
-        part = part.relu_() if index.relu else part
-        scores += (part * w[:, heads].T[..., None]).sum(0)
+    weights = index.weights[block].to(dtype)
+    scores = keys_SI.new_zeros(len(weights), len(keys_SI), dtype=dtype)
+    for head in range(index.queries.shape[1]):
+        of_head = _product(index.queries[block, head][None], keys_SI.T[None])[0]
+        of_head = of_head.relu_() if index.relu else of_head
+        scores += of_head.mul_(weights[:, head, None])
     return scores
 
 
@@ -176,7 +182,7 @@ def dense_sparse_attention(q_THD: Tensor, rows_SD: Tensor, chosen_TK: Tensor, va
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, rows, chosen, prompt, value_width, scale, query_block, attend):  # type: ignore[no-untyped-def]
-        out, lse = attend(lambda: _attend_in_blocks(q, rows, chosen, prompt, value_width, scale, query_block))
+        out, lse = attend(lambda: _attend_all(q, rows, chosen, prompt, value_width, scale, query_block))
         ctx.save_for_backward(q, rows, chosen, out, lse)
         ctx.prompt, ctx.scale, ctx.query_block = prompt, scale, query_block
         return out
@@ -188,15 +194,16 @@ class _SparseAttention(torch.autograd.Function):
         dq = torch.empty_like(q, dtype=lse.dtype)
         drows = torch.zeros_like(rows, dtype=lse.dtype)
         start = 0 if prompt is None else prompt.end
-        for block in _blocks(len(q), ctx.query_block):
-            delta = (dout[block].to(lse.dtype) * out[block]).sum(-1)
-            current = _compact(_after(chosen[block], start))
-            dq[block], dchosen = _attend_backward(dout[block], q[block], rows, current, lse[block], delta, scale)
-            drows.index_add_(0, current.clamp(min=0).flatten(), dchosen.flatten(0, 1))
+
+        def add(at: Tensor, gradient: Tensor) -> None:
+            drows.index_add_(0, at, gradient)
+
+        for stretch in _stretches(len(q), ctx.query_block):
+            delta = (dout[stretch].to(lse.dtype) * out[stretch]).sum(-1)
+            queries = dout[stretch], q[stretch], lse[stretch], delta
+            dq[stretch] = _attend_backward(*queries, rows, _after(chosen[stretch], start), scale, ctx.query_block, add)
             if prompt is not None:
-                dq[block] += _attend_prompt_backward(
-                    dout[block], q[block], chosen[block], lse[block], delta, prompt, scale
-                )
+                dq[stretch] += _attend_prompt_backward(*queries, chosen[stretch], prompt, scale, ctx.query_block)
         return dq.to(q.dtype), drows.to(rows.dtype), None, None, None, None, None, None
 
 
@@ -231,8 +238,22 @@ class _LatentRoot(torch.autograd.Function):
 # -- choosing: candidates are (values [n, c], positions [n, c]), positions ascending
 
 
-def _best_of_prompt(index: IndexQueries, block: slice, prompt: LatentRows) -> tuple[Tensor, Tensor]:
-    """The best candidates among the prompt's rows of all owners."""
+def _candidates_of_prompt(
+    index: IndexQueries, stretch: slice, prompt: LatentRows, query_block: int
+) -> tuple[Tensor, Tensor]:
+    """What every owner found best among its rows [m, c], in any order; the best of the whole prompt are among them."""
+    found = [_best_of_owned(index, block, prompt) for block in _blocks(stretch, query_block)]
+    values, positions = (torch.cat(parts) for parts in zip(*found, strict=True))
+    if prompt.group is None:
+        return values, positions
+    # owners may have different numbers of candidates: all send as many as the prompt may have
+    missing = (0, min(index.topk, prompt.end) - values.shape[1])
+    values = torch.nn.functional.pad(values, missing, value=-math.inf)
+    positions = torch.nn.functional.pad(positions, missing, value=prompt.end)
+    return _gather_candidates(values, positions, prompt.group)
+
+
+def _best_of_owned(index: IndexQueries, block: slice, prompt: LatentRows) -> tuple[Tensor, Tensor]:
     queries = index.queries[block]
     values = queries.new_empty(len(queries), 0, dtype=_statistics_dtype(queries))
     positions = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
@@ -242,98 +263,135 @@ def _best_of_prompt(index: IndexQueries, block: slice, prompt: LatentRows) -> tu
         values, positions = _best(
             torch.cat([values, scores], 1), torch.cat([positions, where.expand_as(scores)], 1), index.topk
         )
-    if prompt.group is None:
-        return values, positions
-    # owners may have different numbers of candidates: all send as many as the prompt may have
-    width = min(index.topk, prompt.end)
-    missing = (0, width - values.shape[1])
-    values = torch.nn.functional.pad(values, missing, value=-math.inf)
-    positions = torch.nn.functional.pad(positions, missing, value=prompt.end)
-    values, positions = _gather_candidates(values, positions, prompt.group)
+    return values, positions
+
+
+def _ascending(values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     positions, order = positions.sort(dim=1)
-    return _best(values.gather(1, order), positions, width)
+    return values.gather(1, order), positions
 
 
 def _best(values: Tensor, positions: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Of each row's candidates the `count` with the highest values, the lower position where values are equal."""
     if values.shape[1] <= count:
         return values, positions
-    least = values.topk(count, dim=1).values[:, -1:]
-    above, equal = values > least, values == least
-    room = count - above.sum(1, keepdim=True)
-    kept = above | (equal & (equal.cumsum(1) <= room))
-    where = kept.nonzero()[:, 1].view(-1, count)
+    top, where = values.topk(count + 1, dim=1)
+    where = where[:, :count]
+    tied = top[:, -1] == top[:, -2]  # elsewhere the best are the best, whichever order topk found them in
+    if tied.any():
+        where[tied] = _best_of_tied(values[tied], top[tied, -2:-1], count)
+    where = where.sort(1).values
     return values.gather(1, where), positions.gather(1, where)
 
 
-def _attend_in_blocks(
+def _best_of_tied(values: Tensor, least: Tensor, count: int) -> Tensor:
+    """Where the best `count` of each row are when the least of them [n, 1] has equals that aren't: the first ones."""
+    above, equal = values > least, values == least
+    room = count - above.sum(1, keepdim=True)
+    kept = above | (equal & (equal.cumsum(1) <= room))
+    return kept.nonzero()[:, 1].view(-1, count)
+
+
+def _attend_all(
     q: Tensor, rows: Tensor, chosen: Tensor, prompt: LatentRows | None, value_width: int, scale: float, query_block: int
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, V], lse [T, H]) over the chosen rows of the prompt and of the segment."""
     out = q.new_empty(*q.shape[:2], value_width)
     lse = q.new_empty(q.shape[:2], dtype=_statistics_dtype(q))
     start = 0 if prompt is None else prompt.end
-    for block in _blocks(len(q), query_block):
-        current = _compact(_after(chosen[block], start))
-        part, part_lse = _attend(q[block], rows, current, value_width, scale)
+    for stretch in _stretches(len(q), query_block):
+        part = _attend(q[stretch], rows, _after(chosen[stretch], start), value_width, scale, query_block)
         if prompt is not None:
-            of_prompt = _attend_prompt(q[block], chosen[block], prompt, value_width, scale)
-            part, part_lse = _merge(part, part_lse, *of_prompt)
-        out[block], lse[block] = part, part_lse
+            of_prompt = _attend_prompt(q[stretch], chosen[stretch], prompt, value_width, scale, query_block)
+            part = _merge(*part, *of_prompt)
+        out[stretch], lse[stretch] = part
     return out, lse
 
 
-# -- attention of a block of queries [n, H, D] over chosen rows; chosen holds rows [n, C], -1 for none
+# -- attention of queries [m, H, D], block by block, over chosen rows; chosen holds rows [m, C], -1 for none
 
 
-def _attend(q: Tensor, rows: Tensor, chosen: Tensor, value_width: int, scale: float) -> tuple[Tensor, Tensor]:
-    """(out [n, H, V], lse [n, H]): zeros and -inf where a query has chosen none."""
-    keys, scores = _chosen_scores(q, rows, chosen, scale)
-    lse = scores.logsumexp(-1)
-    p = _probabilities(scores, lse)
-    return _product(p.to(keys.dtype), keys[..., :value_width]), lse
+def _attend(
+    q: Tensor, rows: Tensor, chosen: Tensor, value_width: int, scale: float, query_block: int
+) -> tuple[Tensor, Tensor]:
+    """(out [m, H, V], lse [m, H]): zeros and -inf where a query has chosen none."""
+    lse = q.new_empty(q.shape[:2], dtype=_statistics_dtype(q))
+    out = q.new_empty(*q.shape[:2], value_width, dtype=lse.dtype)
+    for block in _blocks(slice(0, len(q)), query_block):
+        keys, scores = _chosen_scores(q[block], rows, _compact(chosen[block]), scale)
+        lse[block] = scores.logsumexp(-1)
+        p = _probabilities(scores, lse[block, :, None])
+        out[block] = _product(p.to(keys.dtype), keys[..., :value_width])
+    return out, lse
 
 
 def _attend_backward(
-    dout: Tensor, q: Tensor, rows: Tensor, chosen: Tensor, lse: Tensor, delta: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """dq [n, H, D] and the chosen rows' gradients [n, C, D], from the lse over all rows and delta = dout . out."""
-    keys, scores = _chosen_scores(q, rows, chosen, scale)
+    dout: Tensor,
+    q: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    rows: Tensor,
+    chosen: Tensor,
+    scale: float,
+    query_block: int,
+    add: Callable[[Tensor, Tensor], None],
+) -> Tensor:
+    """dq [m, H, D], from the lse over all rows and delta = dout . out.
+
+    `add` takes rows [i], of which some may be the same, and what their gradients [i, D] are to grow by.
+    """
+    dq = torch.empty_like(q, dtype=lse.dtype)
     value_width = dout.shape[-1]
-    p = _probabilities(scores, lse)
-    dp = _product(dout, keys[..., :value_width].transpose(1, 2))
-    ds = (p * (dp - delta[..., None]) * scale).to(keys.dtype)
-    dchosen = _product(ds.transpose(1, 2), q)
-    dchosen[..., :value_width] += _product(p.to(keys.dtype).transpose(1, 2), dout)
-    return _product(ds, keys), dchosen
+    for block in _blocks(slice(0, len(q)), query_block):
+        current = _compact(chosen[block])
+        keys, scores = _chosen_scores(q[block], rows, current, scale)
+        p = _probabilities(scores, lse[block, :, None])
+        dp = _product(dout[block], keys[..., :value_width].transpose(1, 2))
+        ds = (p * (dp - delta[block, :, None]) * scale).to(keys.dtype)
+        dchosen = _product(ds.transpose(1, 2), q[block])
+        dchosen[..., :value_width] += _product(p.to(keys.dtype).transpose(1, 2), dout[block])
+        dq[block] = _product(ds, keys)
+        add(current.clamp(min=0).flatten(), dchosen.flatten(0, 1))
+    return dq
 
 
 def _attend_prompt(
-    q: Tensor, chosen: Tensor, prompt: LatentRows, value_width: int, scale: float
+    q: Tensor, chosen: Tensor, prompt: LatentRows, value_width: int, scale: float, query_block: int
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's heads over the chosen rows of all owners."""
-    own = _compact(prompt.rows.pages.rows_of(_before(chosen, prompt.end)))
+    own = prompt.rows.pages.rows_of(_before(chosen, prompt.end))
     latents = prompt.rows.values["latent"]
     if prompt.group is None:
-        return _attend(q, latents, own, value_width, scale)
-    out, lse = _attend(_gather_heads(q, prompt.group), latents, own, value_width, scale)
-    total = _gather(lse, prompt.group).logsumexp(0)
-    out = _scatter_heads(out * _probabilities(lse, total, 0)[..., None], prompt.group)
-    return out, total.chunk(prompt.group.size(), 1)[prompt.group.rank()]
+        return _attend(q, latents, own, value_width, scale, query_block)
+    of_own_rows = _attend(_gather_heads(q, prompt.group), latents, own, value_width, scale, query_block)
+    out, lse = _exchange_heads(*of_own_rows, prompt.group)
+    total = lse.logsumexp(0)
+    return (out * _probabilities(lse, total)[..., None]).sum(0), total
 
 
 def _attend_prompt_backward(
-    dout: Tensor, q: Tensor, chosen: Tensor, lse: Tensor, delta: Tensor, prompt: LatentRows, scale: float
+    dout: Tensor,
+    q: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    chosen: Tensor,
+    prompt: LatentRows,
+    scale: float,
+    query_block: int,
 ) -> Tensor:
-    """Adds the rows' gradients to the rows; returns dq [n, H, D] of the prompt's part."""
-    own = _compact(prompt.rows.pages.rows_of(_before(chosen, prompt.end)))
+    """Adds the rows' gradients to the rows; returns dq [m, H, D] of the prompt's part."""
+    own = prompt.rows.pages.rows_of(_before(chosen, prompt.end))
     if prompt.group is not None:
-        widths = [q.shape[-1], dout.shape[-1]]
-        q, dout = _gather_heads(torch.cat([q, dout], -1), prompt.group).split(widths, -1)
+        widths = [dout.shape[-1], q.shape[-1]]
+        dout, q = _gather_heads(torch.cat([dout, q], -1), prompt.group).split(widths, -1)
         lse, delta = _gather_heads(torch.stack([lse, delta], -1), prompt.group).unbind(-1)
-    dq, dchosen = _attend_backward(dout, q, prompt.rows.values["latent"], own, lse, delta, scale)
-    if len(prompt.rows.values["latent"]):
-        prompt.rows.add_gradient_at(prompt.end, own.clamp(min=0).flatten(), latent=dchosen.flatten(0, 1))
+
+    def add(rows: Tensor, gradient: Tensor) -> None:
+        if len(prompt.rows.values["latent"]):
+            prompt.rows.add_gradient_at(prompt.end, rows, latent=gradient)
+
+    latents = prompt.rows.values["latent"]
+    dq = _attend_backward(dout, q, lse, delta, latents, own, scale, query_block, add)
     return dq if prompt.group is None else _scatter_heads(dq, prompt.group)
 
 
@@ -346,10 +404,9 @@ def _chosen_scores(q: Tensor, rows: Tensor, chosen: Tensor, scale: float) -> tup
     return keys, scores.masked_fill_((chosen < 0)[:, None], -math.inf)
 
 
-def _probabilities(scores: Tensor, lse: Tensor, new_dims: int = 1) -> Tensor:
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     """exp(scores - lse), 0 where nothing was chosen."""
-    lse = lse.masked_fill(lse == -math.inf, 0)
-    return (scores - (lse[..., None] if new_dims else lse)).exp()
+    return (scores - lse.masked_fill(lse == -math.inf, 0)).exp()
 
 
 def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -388,9 +445,13 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
-def _blocks(length: int, size: int) -> Iterator[slice]:
-    for first in range(0, length, size):
-        yield slice(first, min(first + size, length))
+def _stretches(length: int, query_block: int) -> Iterator[slice]:
+    return _blocks(slice(0, length), _BLOCKS_OF_STRETCH * query_block)
+
+
+def _blocks(whole: slice, size: int) -> Iterator[slice]:
+    for first in range(whole.start, whole.stop, size):
+        yield slice(first, min(first + size, whole.stop))
 
 
 # -- the owner group: head h of rank r is head r * H + h of the group
@@ -414,6 +475,15 @@ def _gather_candidates(values: Tensor, positions: Tensor, group: dist.ProcessGro
 def _gather_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[n, H, ...] of each rank -> [n, W * H, ...]."""
     return _gather(x, group).transpose(0, 1).flatten(1, 2)
+
+
+def _exchange_heads(out: Tensor, lse: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Results [m, W * H, V] and [m, W * H] over a rank's own rows -> those of each rank [W, m, H, V] and [W, m, H] for
+    the heads of this one; out and lse travel in one message."""
+    parts = torch.cat([out, lse[..., None]], -1).unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received[..., :-1], received[..., -1]
 
 
 def _scatter_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
