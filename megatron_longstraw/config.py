@@ -131,7 +131,8 @@ class ScheduleConfig:
     attention_block_tokens: int = 65536
     """Owned prompt rows (or index keys) that one attention call reads; bounds its workspace."""
     query_block_tokens: int = 128
-    """Queries of sparse attention whose index scores and chosen rows exist at once; bounds its workspace."""
+    """Queries of sparse attention whose index scores and chosen rows exist at once; bounds its workspace. Messages
+    between ranks hold four times as many."""
     log_prob_block_tokens: int = 1024
     """Tokens whose [tokens, vocabulary] logits exist at once."""
 

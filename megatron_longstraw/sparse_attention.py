@@ -4,16 +4,16 @@ The prompt's rows are split by pages over an owner group, and current rows are o
 don't:
 
     choose   every rank scores its own index keys, block by block, and keeps the best it has seen; the group's
-             candidates and the current rows' merge into the *global* best K. Ties go to the lower position, so
-             the choice does not depend on blocks or owners.
+             candidates and the current rows' merge into the *global* best K. Equal scores go to the lower
+             position, whatever blocks and owners there are.
     attend   the group gathers the queries of all heads; each rank attends, with all heads, to those of its own
              rows that were chosen, and sends each rank the results of that rank's heads, which merge by
              log-sum-exp. The current rows' part is computed by each rank for its own heads, and merged in.
     back     dq is reduce-scattered; a row's gradient is complete on its owner.
 
 All of it runs in blocks of queries. In a block of n queries there are scores [n, index keys of one block], and
-chosen rows [n, K, D]; nothing of size [queries, prompt] exists. What is sent is smaller than what is computed from
-it, so a few blocks, a *stretch* of m queries, travel in one message.
+chosen rows [n, K, D]; nothing of size [queries, prompt] exists. A few blocks, a *stretch* of m queries, travel in one
+message.
 
 Shapes: T tokens of the segment (n of a block, m of a stretch), P positions before it, S rows, N index heads, I their
 dimension, K chosen positions (-1 where fewer exist), H attention heads of this rank, D width of a row (a key; its
@@ -23,9 +23,11 @@ float64 for float64.
 Sources: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1; Megatron-Core 0.19.2, experimental_attention_variant/dsa.py.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +36,10 @@ from torch import Tensor
 from megatron_longstraw.prompt_state import Attend, OwnedRows, Segment, attend_anew
 
 _BLOCKS_OF_STRETCH = 4
-"""Blocks of queries that travel together. For GLM-5.2 on 8 ranks what a query sends and gets back is a seventh of its
-chosen rows [K, D]: four blocks of it take little more than half of what the rows of one block take."""
+"""Blocks of queries that travel together. For GLM-5.2 on 8 ranks, 512 queries with 64 heads, buffers of messages take
+some 200 MiB; the rows that one block of 128 may have chosen on a rank take up to 288 MiB."""
+_SCORES_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
+"""Scores of single index heads that exist at once: what a CPU's cache holds, what keeps a GPU busy."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,11 @@ class LatentRows:
     end: int
     block_tokens: int
     group: dist.ProcessGroup | None
+
+    @property
+    def latents(self) -> Tensor:
+        """The owned ones of the rows that are read; behind them nothing may be written yet."""
+        return self.rows.values["latent"][: self.rows.pages.owned_before(self.end)]
 
 
 @dataclass(frozen=True)
@@ -133,15 +142,18 @@ def sparse_attention(
 def index_scores(index: IndexQueries, block: slice, keys_SI: Tensor) -> Tensor:
     """Scores [n, S] of a block of queries, future positions included.
 
-    Heads are added one after the other: the scores of one exist at once, and no block changes the order of the sum.
+    Heads are added one after the other, so that no block changes the order of their sum.
     """
+    queries, weights = index.queries[block].transpose(0, 1), index.weights[block].T[..., None]
     dtype = _statistics_dtype(keys_SI)
-    weights = index.weights[block].to(dtype)
-    scores = keys_SI.new_zeros(len(weights), len(keys_SI), dtype=dtype)
-    for head in range(index.queries.shape[1]):
-        of_head = _product(index.queries[block, head][None], keys_SI.T[None])[0]
-        of_head = of_head.relu_() if index.relu else of_head
-        scores += of_head.mul_(weights[:, head, None])
+    scores = keys_SI.new_zeros(queries.shape[1], len(keys_SI), dtype=dtype)
+    at_once = max(1, _SCORES_AT_ONCE[keys_SI.device.type] // max(1, scores.numel()))
+    keys = keys_SI.T.contiguous()[None]
+    for heads in _blocks(slice(0, len(queries)), at_once):
+        of_heads = _product(queries[heads].flatten(0, 1)[None], keys).view(-1, *scores.shape)
+        of_heads = of_heads.relu_() if index.relu else of_heads
+        for of_head, weight in zip(of_heads, weights[heads].to(dtype), strict=True):
+            scores.addcmul_(of_head, weight)
     return scores
 
 
@@ -156,27 +168,6 @@ def latent_root(q_THD: Tensor, latent: Tensor, value_width: int, rows: OwnedRows
     Returns zeros [T, H, V]; backward ignores their gradient and gives the rows what they gathered.
     """
     return _LatentRoot.apply(q_THD, latent, value_width, rows, segment)
-
-
-def dense_choice(index: IndexQueries, keys_SI: Tensor) -> Tensor:
-    """Reference of `choose_positions`: keys of the whole sequence, of which the index queries are the last T."""
-    scores = torch.einsum("tni,si->tns", index.queries, keys_SI)
-    scores = ((scores.relu() if index.relu else scores) * index.weights[..., None]).sum(1)
-    tokens, length = scores.shape
-    position = torch.arange(length, device=scores.device)
-    scores = scores.masked_fill(position > position[length - tokens :, None], -math.inf)
-    order = scores.sort(dim=1, descending=True, stable=True)
-    best = order.indices.where(order.values > -math.inf, length)[:, : index.topk].sort(dim=1).values
-    return best.where(best < length, -1).int()
-
-
-def dense_sparse_attention(q_THD: Tensor, rows_SD: Tensor, chosen_TK: Tensor, value_width: int, scale: float) -> Tensor:
-    """Reference of `sparse_attention`: rows of the whole sequence, with the whole [H, T, S] score matrix."""
-    allowed = torch.zeros(len(q_THD), len(rows_SD) + 1, dtype=torch.bool, device=q_THD.device)
-    allowed.scatter_(1, chosen_TK.long().where(chosen_TK >= 0, len(rows_SD)), True)
-    scores = torch.einsum("thd,sd->hts", q_THD, rows_SD) * scale
-    p = scores.masked_fill(~allowed[:, :-1], -math.inf).softmax(-1)
-    return torch.einsum("hts,sv->thv", p, rows_SD[:, :value_width])
 
 
 class _SparseAttention(torch.autograd.Function):
@@ -194,10 +185,7 @@ class _SparseAttention(torch.autograd.Function):
         dq = torch.empty_like(q, dtype=lse.dtype)
         drows = torch.zeros_like(rows, dtype=lse.dtype)
         start = 0 if prompt is None else prompt.end
-
-        def add(at: Tensor, gradient: Tensor) -> None:
-            drows.index_add_(0, at, gradient)
-
+        add = functools.partial(drows.index_add_, 0)
         for stretch in _stretches(len(q), ctx.query_block):
             delta = (dout[stretch].to(lse.dtype) * out[stretch]).sum(-1)
             queries = dout[stretch], q[stretch], lse[stretch], delta
@@ -235,7 +223,7 @@ class _LatentRoot(torch.autograd.Function):
         return dout.new_zeros(q_shape), dlatent, None, None, None
 
 
-# -- choosing: candidates are (values [n, c], positions [n, c]), positions ascending
+# -- choosing: candidates are (values [n, c], positions [n, c]); `_best` wants positions ascending
 
 
 def _candidates_of_prompt(
@@ -286,7 +274,7 @@ def _best(values: Tensor, positions: Tensor, count: int) -> tuple[Tensor, Tensor
 
 def _best_of_tied(values: Tensor, least: Tensor, count: int) -> Tensor:
     """Where the best `count` of each row are when the least of them [n, 1] has equals that aren't: the first ones."""
-    above, equal = values > least, values == least
+    above, equal = ~(values <= least), values == least  # NaN is above, as topk has it
     room = count - above.sum(1, keepdim=True)
     kept = above | (equal & (equal.cumsum(1) <= room))
     return kept.nonzero()[:, 1].view(-1, count)
@@ -334,7 +322,7 @@ def _attend_backward(
     chosen: Tensor,
     scale: float,
     query_block: int,
-    add: Callable[[Tensor, Tensor], None],
+    add: Callable[[Tensor, Tensor], Any],
 ) -> Tensor:
     """dq [m, H, D], from the lse over all rows and delta = dout . out.
 
@@ -360,10 +348,9 @@ def _attend_prompt(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's heads over the chosen rows of all owners."""
     own = prompt.rows.pages.rows_of(_before(chosen, prompt.end))
-    latents = prompt.rows.values["latent"]
     if prompt.group is None:
-        return _attend(q, latents, own, value_width, scale, query_block)
-    of_own_rows = _attend(_gather_heads(q, prompt.group), latents, own, value_width, scale, query_block)
+        return _attend(q, prompt.latents, own, value_width, scale, query_block)
+    of_own_rows = _attend(_gather_heads(q, prompt.group), prompt.latents, own, value_width, scale, query_block)
     out, lse = _exchange_heads(*of_own_rows, prompt.group)
     total = lse.logsumexp(0)
     return (out * _probabilities(lse, total)[..., None]).sum(0), total
@@ -386,11 +373,12 @@ def _attend_prompt_backward(
         dout, q = _gather_heads(torch.cat([dout, q], -1), prompt.group).split(widths, -1)
         lse, delta = _gather_heads(torch.stack([lse, delta], -1), prompt.group).unbind(-1)
 
+    latents = prompt.latents
+
     def add(rows: Tensor, gradient: Tensor) -> None:
-        if len(prompt.rows.values["latent"]):
+        if len(latents):
             prompt.rows.add_gradient_at(prompt.end, rows, latent=gradient)
 
-    latents = prompt.rows.values["latent"]
     dq = _attend_backward(dout, q, lse, delta, latents, own, scale, query_block, add)
     return dq if prompt.group is None else _scatter_heads(dq, prompt.group)
 
@@ -480,7 +468,9 @@ def _gather_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _exchange_heads(out: Tensor, lse: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Results [m, W * H, V] and [m, W * H] over a rank's own rows -> those of each rank [W, m, H, V] and [W, m, H] for
     the heads of this one; out and lse travel in one message."""
-    parts = torch.cat([out, lse[..., None]], -1).unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
+    parts = out.new_empty(group.size(), len(out), out.shape[1] // group.size(), out.shape[2] + 1)
+    parts[..., :-1] = out.unflatten(1, (group.size(), -1)).transpose(0, 1)
+    parts[..., -1] = lse.unflatten(1, (group.size(), -1)).transpose(0, 1)
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
     return received[..., :-1], received[..., -1]
