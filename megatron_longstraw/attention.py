@@ -1,5 +1,8 @@
 """Causal attention of a segment over the prompt's owned rows and over itself, exact in both directions.
 
+A segment may be several sequences behind each other. Each attends to the prompt, where that makes no difference, and
+to itself.
+
 Attention over a set of keys gives ``out`` and its log-sum-exp ``lse``; results over disjoint sets merge exactly.
 In backward each set's gradients follow from the *merged* out and lse, so no set needs the others' keys.
 
@@ -17,7 +20,7 @@ dimension, W ranks that share rows. Statistics (lse) and merged results are floa
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,15 +57,17 @@ def prompt_attention(
     v_TKD: Tensor,
     prompt: PromptRows | None,
     scale: float,
+    sequences: Sequence[slice] | None = None,
     attend: Attend = attend_anew,
 ) -> Tensor:
-    """Attention of each token over the prompt's rows and over the segment up to itself.
+    """Attention of each token over the prompt's rows and over its sequence up to itself.
 
     Args:
         q_THD: queries. k_TKD, v_TKD: keys and values of the same tokens.
         prompt: the prompt's rows, or None for a segment that starts its sequence. Backward adds their
             gradients to `prompt.rows` itself.
         scale: softmax scale.
+        sequences: where each sequence lies among the tokens; by default there is one.
         attend: gives the output and log-sum-exp of this very attention; see `Runtime.attend_of`.
 
     Returns:
@@ -70,7 +75,7 @@ def prompt_attention(
     """
     if prompt is not None and prompt.end == 0:
         prompt = None
-    return _PromptAttention.apply(q_THD, k_TKD, v_TKD, prompt, scale, attend)
+    return _PromptAttention.apply(q_THD, k_TKD, v_TKD, prompt, scale, sequences or [slice(None)], attend)
 
 
 def inject_state_gradient(key: Tensor, value: Tensor, rows: OwnedRows, segment: Segment) -> tuple[Tensor, Tensor]:
@@ -99,27 +104,32 @@ def dense_attention(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float) -
 
 class _PromptAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_THD, k_TKD, v_TKD, prompt: PromptRows | None, scale: float, attend: Attend):  # type: ignore[no-untyped-def]
+    def forward(ctx, q_THD, k_TKD, v_TKD, prompt, scale, sequences, attend):  # type: ignore[no-untyped-def]
         def compute() -> tuple[Tensor, Tensor]:
             q, k, v = (_heads_first(x) for x in (q_THD, k_TKD, v_TKD))
-            out, lse = _attend(q, k, v, True, scale)
+            out, lse = _cat([_attend(q[:, s], k[:, s], v[:, s], True, scale) for s in sequences])
             if prompt is not None:
                 out, lse = _merge(out, lse, *_attend_prompt(q, prompt, scale))
             return out.to(q.dtype), lse
 
         out, lse = attend(compute)
         ctx.save_for_backward(q_THD, k_TKD, v_TKD, out, lse)
-        ctx.prompt, ctx.scale = prompt, scale
+        ctx.prompt, ctx.scale, ctx.sequences = prompt, scale, sequences
         return out.transpose(0, 1).contiguous()
 
     @staticmethod
     def backward(ctx, dout_THD):  # type: ignore[no-untyped-def]
         q_THD, k_TKD, v_TKD, out, lse = ctx.saved_tensors
         q, k, v, dout = (_heads_first(x) for x in (q_THD, k_TKD, v_TKD, dout_THD))
-        dq, dk, dv = _attend_backward(dout, q, k, v, out, lse, True, ctx.scale)
+        dq, dk, dv = _cat(
+            [
+                _attend_backward(dout[:, s], q[:, s], k[:, s], v[:, s], out[:, s], lse[:, s], True, ctx.scale)
+                for s in ctx.sequences
+            ]
+        )
         if ctx.prompt is not None:
             dq = dq.to(lse.dtype) + _attend_prompt_backward(dout, q, out, lse, ctx.prompt, ctx.scale)
-        return *(x.transpose(0, 1).to(q.dtype) for x in (dq, dk, dv)), None, None, None
+        return *(x.transpose(0, 1).to(q.dtype) for x in (dq, dk, dv)), None, None, None, None
 
 
 class _InjectStateGradient(torch.autograd.Function):
@@ -295,6 +305,11 @@ def _scatter_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _own_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(group.size())[group.rank()]
+
+
+def _cat(parts: Sequence[tuple[Tensor, ...]]) -> Sequence[Tensor]:
+    """Of each sequence tensors [H, T, ...] -> those of all of them, one behind the other."""
+    return parts[0] if len(parts) == 1 else [torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)]
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -120,6 +120,10 @@ class ScheduleConfig:
     boundary_interval: int = 1
     """Recurrent layers keep their state at every this-many-th prompt chunk, and run the chunks between forward once
     more before the prompt backward; 1 keeps all. Architectures without such layers take only 1."""
+    pack_tokens: int = 0
+    """Responses share a micro-batch, one behind the other, as long as together they have at most this many tokens; a
+    longer one has its own, and at 0 each has. Up to a prompt chunk it costs no memory that the prompt backward doesn't
+    need too. A schedule behind a host's own forward step takes only 0."""
     recompute: bool = True
     """Recompute each layer in backward, so that a micro-batch keeps one input per layer. A micro-batch of at
     most 1 / (2 x num_layers) of a prompt chunk is not recomputed; where data-parallel ranks share experts, all are."""
@@ -146,6 +150,7 @@ class ScheduleConfig:
             "log_prob_block_tokens",
         ):
             _at_least(f"schedule.{name}", getattr(self, name), 1)
+        _at_least("schedule.pack_tokens", self.pack_tokens, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ Recurrent layers keep states at chunk boundaries instead of rows: `megatron_long
 
 import dataclasses
 import enum
+import itertools
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -37,7 +38,7 @@ class Phase(enum.Enum):
     RECAPTURE = "recapture"
     """A prompt chunk without autograd, which writes again the recurrent states that capture dropped."""
     RESPONSE = "response"
-    """The last prompt token and a response, on top of the prompt's rows."""
+    """The last prompt token and a response, or several of both, on top of the prompt's rows."""
     PROMPT = "prompt"
     """A prompt chunk with autograd, whose backward starts from its rows' gradients."""
     IDLE = "idle"
@@ -46,11 +47,17 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The tokens of one micro-batch: positions ``start`` to ``start + length - 1``; padding may follow them."""
+    """The tokens of one micro-batch: positions ``start`` to ``start + length - 1``; padding may follow them.
+
+    Responses may be packed: several sequences one behind the other, each from ``start`` on, that don't see each other.
+    """
 
     phase: Phase
     start: int
     length: int
+    """Tokens, of all sequences."""
+    packed: tuple[int, ...] = ()
+    """Tokens of each sequence; empty where there is one."""
     multiplicity: int = 1
     """How often the stock schedule would see each of the tokens while this is the one time that we do: what a
     router counts them as. 0 for tokens that are counted elsewhere, or not at all."""
@@ -60,6 +67,11 @@ class Segment:
     @property
     def end(self) -> int:
         return self.start + self.length
+
+    def sequences(self, tokens: int) -> list[slice]:
+        """Where each sequence lies among the `tokens` of the micro-batch; padding goes with the last one."""
+        first = list(itertools.accumulate(self.packed[:-1], initial=0))
+        return [slice(*ends) for ends in zip(first, [*first[1:], tokens], strict=True)]
 
     @property
     def is_prompt(self) -> bool:

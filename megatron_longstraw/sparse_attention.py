@@ -13,7 +13,7 @@ don't:
 
 All of it runs in blocks of queries. In a block of n queries there are scores [n, index keys of one block], and
 chosen rows [n, K, D]; nothing of size [queries, prompt] exists. A few blocks, a *stretch* of m queries, travel in one
-message.
+message. A segment may be several sequences behind each other, which all follow the prompt and don't see each other.
 
 Shapes: T tokens of the segment (n of a block, m of a stretch), P positions before it, S rows, N index heads, I their
 dimension, K chosen positions (-1 where fewer exist), H attention heads of this rank, D width of a row (a key; its
@@ -25,7 +25,7 @@ Sources: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1; Megatron-Core 0.19.2, ex
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,30 +82,33 @@ class IndexQueries:
 
 
 @torch.no_grad()
-def choose_positions(index: IndexQueries, prompt: LatentRows | None, query_block: int) -> Tensor:
-    """The `topk` positions with the highest index scores among the prompt's and the segment's up to each token.
+def choose_positions(
+    index: IndexQueries, prompt: LatentRows | None, query_block: int, sequences: Sequence[slice] | None = None
+) -> Tensor:
+    """The `topk` positions with the highest index scores among the prompt's and its sequence's up to each token.
+
+    Args:
+        index: what scores positions.
+        prompt: the prompt's rows, or None for a segment that starts its sequence.
+        query_block: queries in a block.
+        sequences: where each sequence lies among the tokens; by default there is one.
 
     Returns:
         [T, K] int32 positions in ascending order where they are set, -1 elsewhere; the same on all ranks of the
-        owner group. K = min(topk, P + T).
+        owner group. K = min(topk, P + tokens of the longest sequence).
     """
     start = 0 if prompt is None else prompt.end
-    tokens = len(index.queries)
-    chosen = torch.full((tokens, min(index.topk, start + tokens)), -1, dtype=torch.int32, device=index.keys.device)
-    own_positions = torch.arange(start, start + tokens, device=index.keys.device)
-    for stretch in _stretches(tokens, query_block):
-        before = None if prompt is None else _candidates_of_prompt(index, stretch, prompt, query_block)
-        for block in _blocks(stretch, query_block):
-            scores = index_scores(index, block, index.keys[: block.stop])
-            up_to_here = own_positions[: block.stop]
-            future = up_to_here > own_positions[block, None]
-            candidates = scores.masked_fill_(future, -math.inf), up_to_here.expand_as(scores)
-            if before is not None:
-                here = slice(block.start - stretch.start, block.stop - stretch.start)
-                of_prompt = _best(*_ascending(*(x[here] for x in before)), min(index.topk, start))
-                candidates = torch.cat([of_prompt[0], candidates[0]], 1), torch.cat([of_prompt[1], candidates[1]], 1)
-            values, positions = _best(*candidates, index.topk)
-            chosen[block, : positions.shape[1]] = positions.where(values > -math.inf, -1).int()
+    sequences = sequences or [slice(0, len(index.queries))]
+    longest = max(sequence.stop - sequence.start for sequence in sequences)
+    width = min(index.topk, start + longest)
+    chosen = torch.full((len(index.queries), width), -1, dtype=torch.int32, device=index.keys.device)
+    for block, of_prompt in _candidates_of_prompt(index, prompt, query_block):
+        for queries, sequence in _parts(block, sequences):
+            here = slice(queries.start - block.start, queries.stop - block.start)
+            own = _candidates_of_sequence(index, queries, sequence, start)
+            values, positions = (torch.cat([a[here], b], 1) for a, b in zip(of_prompt, own, strict=True))
+            values, positions = _best(values, positions, index.topk)
+            chosen[queries, : positions.shape[1]] = positions.where(values > -math.inf, -1).int()
     return chosen
 
 
@@ -118,6 +121,7 @@ def sparse_attention(
     value_width: int,
     scale: float,
     query_block: int,
+    sequences: Sequence[slice] | None = None,
     attend: Attend = attend_anew,
 ) -> Tensor:
     """Attention of each token over its chosen positions.
@@ -130,13 +134,18 @@ def sparse_attention(
         value_width: V.
         scale: softmax scale.
         query_block: queries in a block.
+        sequences: where each sequence lies among the tokens; by default there is one.
         attend: gives the output and log-sum-exp of this very attention; see `Runtime.attend_of`.
 
     Returns:
         [T, H, V] in the dtype of the queries. The gradient of `rows_TD` is this rank's heads' part: the caller's
         gather over sequence-parallel ranks sums it.
     """
-    return _SparseAttention.apply(q_THD, rows_TD, chosen_TK, prompt, value_width, scale, query_block, attend)
+    tokens = len(q_THD)
+    first = torch.empty(tokens, 1, dtype=torch.int64, device=q_THD.device)
+    for sequence in sequences or [slice(0, tokens)]:
+        first[sequence] = sequence.start
+    return _SparseAttention.apply(q_THD, rows_TD, chosen_TK, first, prompt, value_width, scale, query_block, attend)
 
 
 def index_scores(index: IndexQueries, block: slice, keys_SI: Tensor) -> Tensor:
@@ -172,27 +181,27 @@ def latent_root(q_THD: Tensor, latent: Tensor, value_width: int, rows: OwnedRows
 
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, rows, chosen, prompt, value_width, scale, query_block, attend):  # type: ignore[no-untyped-def]
-        out, lse = attend(lambda: _attend_all(q, rows, chosen, prompt, value_width, scale, query_block))
-        ctx.save_for_backward(q, rows, chosen, out, lse)
+    def forward(ctx, q, rows, chosen, first, prompt, value_width, scale, query_block, attend):  # type: ignore[no-untyped-def]
+        out, lse = attend(lambda: _attend_all(q, rows, chosen, first, prompt, value_width, scale, query_block))
+        ctx.save_for_backward(q, rows, chosen, first, out, lse)
         ctx.prompt, ctx.scale, ctx.query_block = prompt, scale, query_block
         return out
 
     @staticmethod
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
-        q, rows, chosen, out, lse = ctx.saved_tensors
+        q, rows, chosen, first, out, lse = ctx.saved_tensors
         prompt, scale = ctx.prompt, ctx.scale
         dq = torch.empty_like(q, dtype=lse.dtype)
         drows = torch.zeros_like(rows, dtype=lse.dtype)
-        start = 0 if prompt is None else prompt.end
         add = functools.partial(drows.index_add_, 0)
         for stretch in _stretches(len(q), ctx.query_block):
             delta = (dout[stretch].to(lse.dtype) * out[stretch]).sum(-1)
             queries = dout[stretch], q[stretch], lse[stretch], delta
-            dq[stretch] = _attend_backward(*queries, rows, _after(chosen[stretch], start), scale, ctx.query_block, add)
+            own = _own_rows(chosen[stretch], first[stretch], prompt)
+            dq[stretch] = _attend_backward(*queries, rows, own, scale, ctx.query_block, add)
             if prompt is not None:
                 dq[stretch] += _attend_prompt_backward(*queries, chosen[stretch], prompt, scale, ctx.query_block)
-        return dq.to(q.dtype), drows.to(rows.dtype), None, None, None, None, None, None
+        return dq.to(q.dtype), drows.to(rows.dtype), None, None, None, None, None, None, None
 
 
 class _InjectLatentGradient(torch.autograd.Function):
@@ -227,24 +236,38 @@ class _LatentRoot(torch.autograd.Function):
 
 
 def _candidates_of_prompt(
-    index: IndexQueries, stretch: slice, prompt: LatentRows, query_block: int
-) -> tuple[Tensor, Tensor]:
-    """What every owner found best among its rows [m, c], in any order; the best of the whole prompt are among them."""
-    found = [_best_of_owned(index, block, prompt) for block in _blocks(stretch, query_block)]
+    index: IndexQueries, prompt: LatentRows | None, query_block: int
+) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
+    """Each block of queries, and the prompt's best for it [n, c]."""
+    for stretch in _stretches(len(index.queries), query_block):
+        blocks = list(_blocks(stretch, query_block))
+        found = [_best_of_owned(index, block, prompt) for block in blocks]
+        if prompt is not None and prompt.group is not None:
+            found = _of_all_owners(found, min(index.topk, prompt.end), prompt)
+        yield from zip(blocks, found, strict=True)
+
+
+def _of_all_owners(found: list[tuple[Tensor, Tensor]], most: int, prompt: LatentRows) -> list[tuple[Tensor, Tensor]]:
+    """The best of this rank's rows for some blocks -> the best of all owners', in one message.
+
+    Owners may have different numbers of candidates: each sends `most`, as many as the prompt may have.
+    """
+    assert prompt.group is not None
     values, positions = (torch.cat(parts) for parts in zip(*found, strict=True))
-    if prompt.group is None:
-        return values, positions
-    # owners may have different numbers of candidates: all send as many as the prompt may have
-    missing = (0, min(index.topk, prompt.end) - values.shape[1])
+    missing = (0, most - values.shape[1])
     values = torch.nn.functional.pad(values, missing, value=-math.inf)
     positions = torch.nn.functional.pad(positions, missing, value=prompt.end)
-    return _gather_candidates(values, positions, prompt.group)
+    values, positions = _best(*_ascending(*_gather_candidates(values, positions, prompt.group)), most)
+    lengths = [len(of_block) for of_block, _ in found]
+    return list(zip(values.split(lengths), positions.split(lengths), strict=True))
 
 
-def _best_of_owned(index: IndexQueries, block: slice, prompt: LatentRows) -> tuple[Tensor, Tensor]:
+def _best_of_owned(index: IndexQueries, block: slice, prompt: LatentRows | None) -> tuple[Tensor, Tensor]:
     queries = index.queries[block]
     values = queries.new_empty(len(queries), 0, dtype=_statistics_dtype(queries))
     positions = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
+    if prompt is None:
+        return values, positions
     for rows in prompt.rows.blocks(prompt.end, prompt.block_tokens):
         scores = index_scores(index, block, prompt.rows.values["index_key"][rows])
         where = prompt.rows.pages.positions_of(torch.arange(rows.start, rows.stop, device=queries.device))
@@ -252,6 +275,14 @@ def _best_of_owned(index: IndexQueries, block: slice, prompt: LatentRows) -> tup
             torch.cat([values, scores], 1), torch.cat([positions, where.expand_as(scores)], 1), index.topk
         )
     return values, positions
+
+
+def _candidates_of_sequence(index: IndexQueries, queries: slice, sequence: slice, start: int) -> tuple[Tensor, Tensor]:
+    """The scores and positions of a sequence's rows up to the last of some queries; future ones are -inf."""
+    scores = index_scores(index, queries, index.keys[sequence.start : queries.stop])
+    positions = torch.arange(scores.shape[1], device=scores.device)
+    own = positions[queries.start - sequence.start :, None]
+    return scores.masked_fill_(positions > own, -math.inf), (start + positions).expand_as(scores)
 
 
 def _ascending(values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -281,14 +312,26 @@ def _best_of_tied(values: Tensor, least: Tensor, count: int) -> Tensor:
 
 
 def _attend_all(
-    q: Tensor, rows: Tensor, chosen: Tensor, prompt: LatentRows | None, value_width: int, scale: float, query_block: int
+    q: Tensor,
+    rows: Tensor,
+    chosen: Tensor,
+    first: Tensor,
+    prompt: LatentRows | None,
+    value_width: int,
+    scale: float,
+    query_block: int,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H, V], lse [T, H]) over the chosen rows of the prompt and of the segment."""
+    """(out [T, H, V], lse [T, H]) over the chosen rows of the prompt and of the segment.
+
+    Args:
+        first: [T, 1] the row where the sequence of each token starts.
+        others: as `sparse_attention`.
+    """
     out = q.new_empty(*q.shape[:2], value_width)
     lse = q.new_empty(q.shape[:2], dtype=_statistics_dtype(q))
-    start = 0 if prompt is None else prompt.end
     for stretch in _stretches(len(q), query_block):
-        part = _attend(q[stretch], rows, _after(chosen[stretch], start), value_width, scale, query_block)
+        own = _own_rows(chosen[stretch], first[stretch], prompt)
+        part = _attend(q[stretch], rows, own, value_width, scale, query_block)
         if prompt is not None:
             of_prompt = _attend_prompt(q[stretch], chosen[stretch], prompt, value_width, scale, query_block)
             part = _merge(*part, *of_prompt)
@@ -408,9 +451,11 @@ def _before(chosen: Tensor, end: int) -> Tensor:
     return chosen.long().where(chosen < end, -1)
 
 
-def _after(chosen: Tensor, start: int) -> Tensor:
-    """The chosen positions from `start` on, counted from there; -1 for the others."""
-    return (chosen.long() - start).where(chosen >= start, -1)
+def _own_rows(chosen: Tensor, first: Tensor, prompt: LatentRows | None) -> Tensor:
+    """The segment's rows of the chosen positions behind the prompt; -1 for the others. first [m, 1] is the row of the
+    first such position."""
+    start = 0 if prompt is None else prompt.end
+    return (chosen.long() - start + first).where(chosen >= start, -1)
 
 
 def _compact(chosen: Tensor) -> Tensor:
@@ -440,6 +485,14 @@ def _stretches(length: int, query_block: int) -> Iterator[slice]:
 def _blocks(whole: slice, size: int) -> Iterator[slice]:
     for first in range(whole.start, whole.stop, size):
         yield slice(first, min(first + size, whole.stop))
+
+
+def _parts(block: slice, sequences: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
+    """What of a block lies in which sequence."""
+    for sequence in sequences:
+        part = slice(max(block.start, sequence.start), min(block.stop, sequence.stop))
+        if part.start < part.stop:
+            yield part, sequence
 
 
 # -- the owner group: head h of rank r is head r * H + h of the group

@@ -258,6 +258,30 @@ def test_state_bytes_at_full_size(computing: bool) -> None:
     assert owned_total == length
 
 
+@pytest.mark.parametrize("query_block", [1, 3, 5, 100])
+def test_packed_sequences_choose_and_attend_as_each_alone(query_block: int) -> None:
+    sizes = _sizes(23, 12, 6, 4, 5, query_block)
+    x = _inputs(sizes, True)
+    packed = [slice(0, 5), slice(5, 6), slice(6, 12)]
+
+    def run(tokens: slice, sequences: list[slice] | None) -> tuple[torch.Tensor, ...]:
+        prompt = _owned(x, sizes, 0, 1, None)
+        assert prompt is not None
+        index = IndexQueries(*(t[tokens] for t in (x["index"].queries, x["index"].weights, x["index"].keys)), 6)
+        chosen = choose_positions(index, prompt, query_block, sequences)
+        q, own = (t[tokens].clone().requires_grad_() for t in (x["q"], x["rows"][23:]))
+        options: dict[str, Any] = {"value_width": VALUE, "scale": SCALE, "query_block": query_block}
+        out = sparse_attention(q, own, chosen, prompt, sequences=sequences, **options)
+        out.backward(x["dout"][tokens])
+        return chosen, out, q.grad, own.grad, prompt.rows.gradients["latent"]
+
+    *together, gradient = run(slice(0, 12), packed)
+    alone = [run(sequence, None) for sequence in packed]
+    for one, parts in zip(together, zip(*(parts[:-1] for parts in alone), strict=True), strict=True):
+        torch.testing.assert_close(one, torch.cat(parts), rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradient, sum(parts[-1] for parts in alone), rtol=0, atol=1e-12)
+
+
 def test_nothing_of_the_prompts_length_exists() -> None:
     """The largest tensor that forward and backward make does not grow with the prompt, its state aside."""
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -81,7 +81,7 @@ class PromptSparseAttention(DSAttention):
         """
         if packed_seq_params is not None or query.shape[1] != 1 or value is not None or up_v_weight is None:
             raise ValueError(
-                "sparse attention takes one sequence a micro-batch, absorbed and unpacked: got micro-batch size "
+                "sparse attention takes micro-batches [T, 1, ...], absorbed, without Megatron's packing: got size "
                 f"{query.shape[1]}, packing {'on' if packed_seq_params is not None else 'off'}, "
                 f"values {'apart' if value is not None else 'absorbed'}"
             )
@@ -122,6 +122,7 @@ class PromptSparseAttention(DSAttention):
             value_width=self.config.kv_lora_rank,
             scale=self.softmax_scale,
             query_block=self.query_block,
+            sequences=self.runtime.segment.sequences(len(q)),
             attend=self.runtime.attend_of(self.layer_number),
         )
 
@@ -129,7 +130,8 @@ class PromptSparseAttention(DSAttention):
         """The positions of this micro-batch: chosen here and now, or by the layer whose choice this layer reuses."""
         chosen = self.runtime.micro_batch.chosen
         if index is not None:
-            choice = choose_positions(index, prompt, self.query_block)
+            sequences = self.runtime.segment.sequences(len(index.queries))
+            choice = choose_positions(index, prompt, self.query_block, sequences)
             if self.runtime.on_choice is not None:
                 choice = self.runtime.on_choice(self.layer_number, self.runtime.segment, index, choice)
             chosen[self.layer_number] = choice
