@@ -122,8 +122,8 @@ class ScheduleConfig:
     more before the prompt backward; 1 keeps all. Architectures without such layers take only 1."""
     pack_tokens: int = 0
     """Responses share a micro-batch, one behind the other, as long as together they have at most this many tokens; a
-    longer one has its own, and at 0 each has. Up to a prompt chunk it costs no memory that the prompt backward doesn't
-    need too. A schedule behind a host's own forward step takes only 0."""
+    longer one has its own, and at 0 each has. A pack takes the memory of a prompt chunk of as many tokens, and that of
+    the head. Behind a host's own forward step (drop-in, patches) only 0 works."""
     recompute: bool = True
     """Recompute each layer in backward, so that a micro-batch keeps one input per layer. A micro-batch of at
     most 1 / (2 x num_layers) of a prompt chunk is not recomputed; where data-parallel ranks share experts, all are."""
