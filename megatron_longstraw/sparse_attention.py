@@ -33,6 +33,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_longstraw.partial_attention import gather, gather_heads, merge_owners, scatter_heads
+from megatron_longstraw.partial_attention import merge as _merge
+from megatron_longstraw.partial_attention import probabilities as _probabilities
+from megatron_longstraw.partial_attention import statistics_dtype as _statistics_dtype
 from megatron_longstraw.prompt_state import Attend, OwnedRows, Segment, attend_anew
 
 _BLOCKS_OF_STRETCH = 4
@@ -350,10 +354,8 @@ def _attend_prompt(
     own = prompt.rows.pages.rows_of(_before(chosen, prompt.end))
     if prompt.group is None:
         return _attend(q, prompt.latents, own, value_width, scale, query_block)
-    of_own_rows = _attend(_gather_heads(q, prompt.group), prompt.latents, own, value_width, scale, query_block)
-    out, lse = _exchange_heads(*of_own_rows, prompt.group)
-    total = lse.logsumexp(0)
-    return (out * _probabilities(lse, total)[..., None]).sum(0), total
+    of_own_rows = _attend(gather_heads(q, prompt.group, 1), prompt.latents, own, value_width, scale, query_block)
+    return merge_owners(*of_own_rows, prompt.group, 1)
 
 
 def _attend_prompt_backward(
@@ -370,8 +372,8 @@ def _attend_prompt_backward(
     own = prompt.rows.pages.rows_of(_before(chosen, prompt.end))
     if prompt.group is not None:
         widths = [dout.shape[-1], q.shape[-1]]
-        dout, q = _gather_heads(torch.cat([dout, q], -1), prompt.group).split(widths, -1)
-        lse, delta = _gather_heads(torch.stack([lse, delta], -1), prompt.group).unbind(-1)
+        dout, q = gather_heads(torch.cat([dout, q], -1), prompt.group, 1).split(widths, -1)
+        lse, delta = gather_heads(torch.stack([lse, delta], -1), prompt.group, 1).unbind(-1)
 
     latents = prompt.latents
 
@@ -380,7 +382,7 @@ def _attend_prompt_backward(
             prompt.rows.add_gradient_at(prompt.end, rows, latent=gradient)
 
     dq = _attend_backward(dout, q, lse, delta, latents, own, scale, query_block, add)
-    return dq if prompt.group is None else _scatter_heads(dq, prompt.group)
+    return dq if prompt.group is None else scatter_heads(dq, prompt.group, 1)
 
 
 def _chosen_scores(q: Tensor, rows: Tensor, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -390,17 +392,6 @@ def _chosen_scores(q: Tensor, rows: Tensor, chosen: Tensor, scale: float) -> tup
     keys = rows[chosen.clamp(min=0)]
     scores = _product(q, keys.transpose(1, 2)) * scale
     return keys, scores.masked_fill_((chosen < 0)[:, None], -math.inf)
-
-
-def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse), 0 where nothing was chosen."""
-    return (scores - lse.masked_fill(lse == -math.inf, 0)).exp()
-
-
-def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint sets of rows; one of the two may be empty (lse = -inf)."""
-    lse = torch.logaddexp(lse_a, lse_b)
-    return out_a * (lse_a - lse).exp()[..., None] + out_b * (lse_b - lse).exp()[..., None], lse
 
 
 def _before(chosen: Tensor, end: int) -> Tensor:
@@ -429,10 +420,6 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def _statistics_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
-
-
 def _stretches(length: int, query_block: int) -> Iterator[slice]:
     return _blocks(slice(0, length), _BLOCKS_OF_STRETCH * query_block)
 
@@ -442,43 +429,9 @@ def _blocks(whole: slice, size: int) -> Iterator[slice]:
         yield slice(first, min(first + size, whole.stop))
 
 
-# -- the owner group: head h of rank r is head r * H + h of the group
-
-
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[...] of each rank -> [W, ...]."""
-    gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
-    return gathered.unflatten(0, (group.size(), -1))
-
-
 def _gather_candidates(values: Tensor, positions: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Candidates [n, c] of each rank -> [n, W * c]; both travel as bits of one integer tensor."""
     bits = torch.int64 if values.dtype is torch.float64 else torch.int32
     packed = torch.stack([values.contiguous().view(bits), positions.to(bits)], 1)
-    packed = _gather(packed, group).permute(2, 1, 0, 3).flatten(2)  # [2, n, W * c]
+    packed = gather(packed, group).permute(2, 1, 0, 3).flatten(2)  # [2, n, W * c]
     return packed[0].contiguous().view(values.dtype), packed[1].to(positions.dtype)
-
-
-def _gather_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[n, H, ...] of each rank -> [n, W * H, ...]."""
-    return _gather(x, group).transpose(0, 1).flatten(1, 2)
-
-
-def _exchange_heads(out: Tensor, lse: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Results [m, W * H, V] and [m, W * H] over a rank's own rows -> those of each rank [W, m, H, V] and [W, m, H] for
-    the heads of this one; out and lse travel in one message."""
-    parts = out.new_empty(group.size(), len(out), out.shape[1] // group.size(), out.shape[2] + 1)
-    parts[..., :-1] = out.unflatten(1, (group.size(), -1)).transpose(0, 1)
-    parts[..., -1] = lse.unflatten(1, (group.size(), -1)).transpose(0, 1)
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return received[..., :-1], received[..., -1]
-
-
-def _scatter_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[n, W * H, ...] partial sums on each rank -> [n, H, ...] whole sums of this rank's heads."""
-    parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
-    scattered = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(scattered, parts.flatten(0, 1), group=group)
-    return scattered

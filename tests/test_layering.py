@@ -16,7 +16,7 @@ LAYERS = [
     ["cpu_platform", "float64"],
     ["distributed"],
     ["rollouts", "recurrent_state", "logprobs"],
-    ["prompt_state"],
+    ["prompt_state", "partial_attention"],
     ["objectives", "attention", "sparse_attention"],
     ["work", "index_choices"],
     ["measure", "models", "samples", "schedule", "flops"],

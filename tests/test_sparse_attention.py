@@ -269,10 +269,8 @@ def test_nothing_of_the_prompts_length_exists() -> None:
             out = func(*args, **(kwargs or {}))
             before = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
             made = [x for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, torch.Tensor)]
-            new = (
-                x.numel() for x in made if x.untyped_storage().data_ptr() not in before
-            )  # neither views nor in place
-            self.elements = max([self.elements, *new])
+            new = [x for x in made if x.untyped_storage().data_ptr() not in before]  # neither views nor in place
+            self.elements = max([self.elements, *(x.numel() for x in new)])
             return out
 
     seen = []
