@@ -351,7 +351,7 @@ def _attend_prompt(
     q: Tensor, chosen: Tensor, prompt: LatentRows, value_width: int, scale: float, query_block: int
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's heads over the chosen rows of all owners."""
-    own = prompt.rows.pages.rows_of(_before(chosen, prompt.end))
+    own = _own_rows(chosen, prompt)
     if prompt.group is None:
         return _attend(q, prompt.latents, own, value_width, scale, query_block)
     of_own_rows = _attend(gather_heads(q, prompt.group, 1), prompt.latents, own, value_width, scale, query_block)
@@ -369,26 +369,27 @@ def _attend_prompt_backward(
     query_block: int,
 ) -> Tensor:
     """Adds the rows' gradients to the rows; returns dq [m, H, D] of the prompt's part."""
-    own = prompt.rows.pages.rows_of(_before(chosen, prompt.end))
+    own = _own_rows(chosen, prompt)
     if prompt.group is not None:
         widths = [dout.shape[-1], q.shape[-1]]
         dout, q = gather_heads(torch.cat([dout, q], -1), prompt.group, 1).split(widths, -1)
         lse, delta = gather_heads(torch.stack([lse, delta], -1), prompt.group, 1).unbind(-1)
 
-    latents = prompt.latents
-
     def add(rows: Tensor, gradient: Tensor) -> None:
-        if len(latents):
-            prompt.rows.add_gradient_at(prompt.end, rows, latent=gradient)
+        prompt.rows.add_gradient_at(prompt.end, rows, latent=gradient)
 
-    dq = _attend_backward(dout, q, lse, delta, latents, own, scale, query_block, add)
+    dq = _attend_backward(dout, q, lse, delta, prompt.latents, own, scale, query_block, add)
     return dq if prompt.group is None else scatter_heads(dq, prompt.group, 1)
+
+
+def _own_rows(chosen: Tensor, prompt: LatentRows) -> Tensor:
+    """This rank's rows [m, C] of the chosen positions, -1 for others; C = 0 where it owns none that are read."""
+    own = prompt.rows.pages.rows_of(_before(chosen, prompt.end))
+    return own if len(prompt.latents) else own[:, :0]
 
 
 def _chosen_scores(q: Tensor, rows: Tensor, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """The chosen keys [n, C, D] and their scores [n, H, C]."""
-    if not len(rows):
-        rows = rows.new_zeros(1, rows.shape[1])  # an owner of no rows has chosen none
     keys = rows[chosen.clamp(min=0)]
     scores = _product(q, keys.transpose(1, 2)) * scale
     return keys, scores.masked_fill_((chosen < 0)[:, None], -math.inf)
@@ -430,8 +431,11 @@ def _blocks(whole: slice, size: int) -> Iterator[slice]:
 
 
 def _gather_candidates(values: Tensor, positions: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Candidates [n, c] of each rank -> [n, W * c]; both travel as bits of one integer tensor."""
+    """Candidates [n, c] of each rank -> [n, W * c]; both travel as bits of one integer tensor.
+
+    Positions are int32, or int64 beside float64 values.
+    """
     bits = torch.int64 if values.dtype is torch.float64 else torch.int32
     packed = torch.stack([values.contiguous().view(bits), positions.to(bits)], 1)
     packed = gather(packed, group).permute(2, 1, 0, 3).flatten(2)  # [2, n, W * c]
-    return packed[0].contiguous().view(values.dtype), packed[1].to(positions.dtype)
+    return packed[0].view(values.dtype), packed[1]
