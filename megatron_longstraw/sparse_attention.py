@@ -351,7 +351,7 @@ def _attend_prompt(
     q: Tensor, chosen: Tensor, prompt: LatentRows, value_width: int, scale: float, query_block: int
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's heads over the chosen rows of all owners."""
-    own = _own_rows(chosen, prompt)
+    own = _owned_choices(chosen, prompt)
     if prompt.group is None:
         return _attend(q, prompt.latents, own, value_width, scale, query_block)
     of_own_rows = _attend(gather_heads(q, prompt.group, 1), prompt.latents, own, value_width, scale, query_block)
@@ -369,7 +369,7 @@ def _attend_prompt_backward(
     query_block: int,
 ) -> Tensor:
     """Adds the rows' gradients to the rows; returns dq [m, H, D] of the prompt's part."""
-    own = _own_rows(chosen, prompt)
+    own = _owned_choices(chosen, prompt)
     if prompt.group is not None:
         widths = [dout.shape[-1], q.shape[-1]]
         dout, q = gather_heads(torch.cat([dout, q], -1), prompt.group, 1).split(widths, -1)
@@ -382,7 +382,7 @@ def _attend_prompt_backward(
     return dq if prompt.group is None else scatter_heads(dq, prompt.group, 1)
 
 
-def _own_rows(chosen: Tensor, prompt: LatentRows) -> Tensor:
+def _owned_choices(chosen: Tensor, prompt: LatentRows) -> Tensor:
     """This rank's rows [m, C] of the chosen positions, -1 for others; C = 0 where it owns none that are read."""
     own = prompt.rows.pages.rows_of(_before(chosen, prompt.end))
     return own if len(prompt.latents) else own[:, :0]
