@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_longstraw.position_choice import IndexQueries, index_scores
 from megatron_longstraw.prompt_state import Phase, Segment
-from megatron_longstraw.sparse_attention import IndexQueries, index_scores
 
 
 class IndexChoices:

@@ -20,16 +20,11 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAtten
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from megatron_longstraw.latent_rows import LatentRows
 from megatron_longstraw.models.layers import last_layer_counts
+from megatron_longstraw.position_choice import IndexQueries, choose_positions
 from megatron_longstraw.prompt_state import OwnedRows, Phase, Runtime
-from megatron_longstraw.sparse_attention import (
-    IndexQueries,
-    LatentRows,
-    choose_positions,
-    inject_latent_gradient,
-    latent_root,
-    sparse_attention,
-)
+from megatron_longstraw.sparse_attention import inject_latent_gradient, latent_root, sparse_attention
 
 
 class PromptSparseAttention(DSAttention):
