@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_longstraw.models.layers import last_layer_counts
-from megatron_longstraw.prompt_state import Constant, OwnedRows, Phase, Runtime
+from megatron_longstraw.prompt_state import Constant, OwnedRows, Phase, Runtime, Segment
 from megatron_longstraw.sparse_attention import (
     IndexQueries,
     LatentRows,
@@ -138,6 +138,8 @@ class PromptSparseAttention(DSAttention):
             choice = choose_positions(index, prompt, self.query_block)
             if self.runtime.on_choice is not None:
                 choice = self.runtime.on_choice(self.layer_number, self.runtime.segment, index, choice)
+            if self.runtime.segment.phase in (Phase.CAPTURE, Phase.PROMPT):
+                _let_padding_choose_itself(choice, self.runtime.segment)
             chosen[self.layer_number] = choice
         if self.source_layer not in chosen:
             raise RuntimeError(f"layer {self.layer_number} reuses the index of layer {self.source_layer}: not run yet")
@@ -165,13 +167,13 @@ class PromptSparseAttention(DSAttention):
         rows.write(self.runtime.segment, **fields)
 
     def _captured_choice(self, rows: OwnedRows, tokens: int) -> Tensor:
-        """The choice [T, K] of this prompt chunk from its capture, of all owners; padding chooses itself alone."""
+        """The choice [T, K] of this prompt chunk from its capture, put together from all owners."""
         segment = self.runtime.segment
         chosen = torch.full((tokens, self.index_topk), -1, dtype=torch.int32, device=rows.values["chosen"].device)
         rows.read(segment, chosen=chosen)
         if self.group is not None:
             dist.all_reduce(chosen, op=dist.ReduceOp.MAX, group=self.group)
-        chosen[segment.length :, 0] = torch.arange(segment.end, segment.start + tokens, device=chosen.device)
+        _let_padding_choose_itself(chosen, segment)
         return chosen
 
     @torch.no_grad()
@@ -200,6 +202,14 @@ class PromptSparseAttention(DSAttention):
             device=latent.device,
             constants=constants,
         )
+
+
+def _let_padding_choose_itself(chosen: Tensor, segment: Segment) -> None:
+    """Makes rows of padding choose their own position alone, in place: no choice of theirs is kept, and a prompt chunk
+    should flow through the experts with the same padding, and so with the same rounding, whenever it does."""
+    padding = chosen[segment.length :]
+    padding.fill_(-1)
+    padding[:, 0] = torch.arange(segment.end, segment.start + len(chosen), device=chosen.device)
 
 
 def latent_attention(
