@@ -27,7 +27,8 @@ def _load(tmp_path: Path, *overrides: tuple[str, Any]) -> RunConfig:
 def test_defaults(tmp_path: Path) -> None:
     run = _load(tmp_path)
     assert run.schedule.prompt_gradient == "exact"
-    assert run.schedule.recompute
+    assert run.schedule.recompute and run.schedule.keep_choices
+    assert not _load(tmp_path, ("schedule.keep_choices", False)).schedule.keep_choices
     assert run.objective.loss_agg_mode == "token-mean"
     assert not run.parallel.uses_sequence_parallel
     assert _load(tmp_path, ("parallel.tp", 2)).parallel.uses_sequence_parallel
