@@ -261,17 +261,30 @@ class Pages:
             first = last
 
 
+@dataclass(frozen=True)
+class Constant:
+    """A field of a row that has no gradient: its name, the shape of one row of it, and its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class OwnedRows:
     """The rows of one layer that this rank owns, and their gradients.
 
     Args:
         length: positions of the prompt.
-        shapes: name of each field of a row -> its shape.
+        shapes: name of each field of a row that has a gradient -> its shape.
         pages: how positions are dealt over the owner group.
-        dtype: of the rows.
+        dtype: of the fields that have a gradient.
         device: of rows and gradients.
         gradient_dtype: in which gradients are summed; None where none are wanted.
-        constants: fields that have no gradient.
+        constants: the fields that have no gradient.
+
+    Attributes:
+        values: name of each field -> its owned rows [owned, *shape].
+        gradients: name of each field whose gradient is wanted -> what is summed of it, [owned, *shape].
     """
 
     def __init__(
@@ -283,7 +296,7 @@ class OwnedRows:
         dtype: torch.dtype,
         device: torch.device,
         gradient_dtype: torch.dtype | None,
-        constants: Collection[str] = (),
+        constants: Collection[Constant] = (),
     ) -> None:
         self.length = length
         self.pages = pages
@@ -291,8 +304,9 @@ class OwnedRows:
         self.values = {n: torch.empty(owned, *shape, dtype=dtype, device=device) for n, shape in shapes.items()}
         self.gradients: dict[str, Tensor] = {}
         if gradient_dtype is not None:
-            summed = {n: v for n, v in self.values.items() if n not in constants}
-            self.gradients = {n: torch.zeros_like(v, dtype=gradient_dtype) for n, v in summed.items()}
+            self.gradients = {n: torch.zeros_like(v, dtype=gradient_dtype) for n, v in self.values.items()}
+        for constant in constants:
+            self.values[constant.name] = torch.empty(owned, *constant.shape, dtype=constant.dtype, device=device)
         self._written = 0
         self._untaken = length
 
@@ -313,13 +327,28 @@ class OwnedRows:
                 self.values[name][row] = rows[here]
         self._written = segment.end
 
+    def read(self, segment: Segment, **fields: Tensor) -> None:
+        """Puts the owned ones among a prompt chunk's rows into `fields`, in place; what others own stays as it is.
+
+        Args:
+            segment: the chunk.
+            fields: [>= length, *shape], for the rows of the segment in order.
+        """
+        self._check_written(segment.end)
+        for here, row in self.pages.runs(segment.start, segment.end):
+            for name, rows in fields.items():
+                rows[here] = self.values[name][row]
+
     def blocks(self, end: int, block_tokens: int) -> Iterator[slice]:
         """The owned rows of the positions below `end`, as slices of at most `block_tokens` rows."""
-        if end > self._written:
-            raise RuntimeError(f"rows before {end} read when {self._written} of {self.length} are written")
+        self._check_written(end)
         rows = self.pages.owned_before(end)
         for first in range(0, rows, block_tokens):
             yield slice(first, min(first + block_tokens, rows))
+
+    def _check_written(self, end: int) -> None:
+        if end > self._written:
+            raise RuntimeError(f"rows before {end} read when {self._written} of {self.length} are written")
 
     def add_gradient(self, end: int, block: slice, **fields: Tensor) -> None:
         """Adds to the gradients of a block of rows, read by a segment that starts at `end`."""
@@ -379,6 +408,8 @@ class StateOptions:
     attention_block_tokens: int = 65536
     gradient_dtype: torch.dtype | None = torch.float32
     """None keeps no gradients (detached)."""
+    keep_choices: bool = False
+    """Whether rows hold the positions that sparse attention chose for them."""
     boundary_spacing: int = 1
     """Positions between the recurrent states that are kept until the prompt backward."""
 
@@ -406,7 +437,7 @@ class PromptState:
         owners: int,
         dtype: torch.dtype,
         device: torch.device,
-        constants: Collection[str] = (),
+        constants: Collection[Constant] = (),
     ) -> OwnedRows:
         """A layer's rows, allocated whole when first asked for."""
         if layer_number not in self._layers:

@@ -8,7 +8,7 @@ import torch
 
 from megatron_longstraw.latent_rows import LatentRows
 from megatron_longstraw.position_choice import IndexQueries, choose_positions
-from megatron_longstraw.prompt_state import OwnedRows, Pages, Phase, PromptState, Segment, StateOptions
+from megatron_longstraw.prompt_state import Constant, OwnedRows, Pages, Phase, PromptState, Segment, StateOptions
 from megatron_longstraw.sparse_attention import inject_latent_gradient, latent_root, sparse_attention
 from tests.ranks import Layout, Ranks
 
@@ -88,12 +88,12 @@ def _owned(
     dtype = x["rows"].dtype
     rows = OwnedRows(
         length=length + unwritten,
-        shapes={"latent": (WIDTH,), "index_key": (INDEX_WIDTH,)},
+        shapes={"latent": (WIDTH,)},
         pages=Pages(sizes["page"], rank, size),
         dtype=dtype,
         device=torch.device("cpu"),
         gradient_dtype=dtype,
-        constants=("index_key",),
+        constants=[Constant("index_key", (INDEX_WIDTH,), dtype)],
     )
     for values in rows.values.values():
         values.fill_(math.nan)
@@ -250,28 +250,35 @@ def test_positions_and_rows_are_inverse() -> None:
             assert everything[0] == -1 and torch.equal(everything[everything >= 0], rows)
 
 
-@pytest.mark.parametrize("computing", [True, False], ids=["computing", "reusing"])
-def test_state_bytes_at_full_size(computing: bool) -> None:
-    """GLM-5.2's widths in bfloat16 on TP8: owned rows x (576 + 128 where an index is computed) x 2 bytes."""
+INDEX_KEY, CHOSEN = Constant("index_key", (128,), torch.bfloat16), Constant("chosen", (2048,), torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("constants", "constant_bytes"),
+    [([INDEX_KEY, CHOSEN], 128 * 2 + 8192), ([INDEX_KEY], 128 * 2), ([], 0)],
+    ids=["keeping", "computing", "reusing"],
+)
+def test_state_bytes_at_full_size(constants: list[Constant], constant_bytes: int) -> None:
+    """GLM-5.2's widths in bfloat16 on TP8: owned rows x (576 x 2 bytes; where an index is computed 128 x 2 more, and
+    8 KiB where its choice is kept)."""
     length, page, owners = 10_000, 256, 8
     owned_total = 0
     for rank in range(owners):
         state = PromptState(length, StateOptions(page_tokens=page))
-        shapes = {"latent": (576,), **({"index_key": (128,)} if computing else {})}
         rows = state.rows(
             7,
-            shapes=shapes,
+            shapes={"latent": (576,)},
             owner_rank=rank,
             owners=owners,
             dtype=torch.bfloat16,
             device=torch.device("meta"),
-            constants=("index_key",),
+            constants=constants,
         )
         owned = sum(1 for p in range(length) if p // page % owners == rank)
         owned_total += owned
         assert len(rows.values["latent"]) == owned
-        assert state.bytes() == owned * (576 + 128 * computing) * 2
-        assert state.gradient_bytes() == owned * 576 * 4  # float32, and none for index keys
+        assert state.bytes() == owned * (576 * 2 + constant_bytes)
+        assert state.gradient_bytes() == owned * 576 * 4  # float32, and none for index keys and choices
         assert abs(owned - length / owners) < page
     assert owned_total == length
 
