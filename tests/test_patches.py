@@ -305,7 +305,6 @@ def _arguments(**changes: Any) -> Namespace:
         "longstraw_page": 5,
         "longstraw_no_recompute": True,
         "longstraw_no_keep_attention": True,
-        "longstraw_no_keep_choices": True,
         "longstraw_state_gradient_dtype": "model",
         "micro_batch_size": 1,
         "virtual_pipeline_model_parallel_size": None,
@@ -321,8 +320,7 @@ def test_arguments_become_options() -> None:
     validate_arguments(_arguments())
     options = schedule(_arguments())().keywords["options"]
     assert (options.prompt_chunk_tokens, options.page_tokens, options.prompt_gradient) == (16, 5, "exact")
-    assert (options.recompute, options.keep_attention, options.keep_choices) == (False, False, False)
-    assert options.state_gradient_dtype == "model"
+    assert (options.recompute, options.keep_attention, options.state_gradient_dtype) == (False, False, "model")
 
 
 NEEDED = [

@@ -42,7 +42,6 @@ def schedule_options(args: Namespace) -> ScheduleConfig:
             page_tokens=args.longstraw_page,
             recompute=not args.longstraw_no_recompute,
             keep_attention=not args.longstraw_no_keep_attention,
-            keep_choices=not args.longstraw_no_keep_choices,
             state_gradient_dtype=args.longstraw_state_gradient_dtype,
         )
     except ConfigError as error:
