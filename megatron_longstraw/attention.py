@@ -1,13 +1,15 @@
 """Causal attention of a segment over the prompt's owned rows and over itself, exact in both directions.
 
-Attention over a set of keys gives ``out`` and its log-sum-exp ``lse``; results over disjoint sets merge exactly.
-In backward each set's gradients follow from the *merged* out and lse, so no set needs the others' keys.
+A segment may be several sequences behind each other: each attends to the prompt and to itself.
+
+Results over disjoint sets of keys merge exactly (see `partial_attention`). In backward each set's gradients follow
+from the *merged* out and lse, so no set needs the others' keys.
 
     out, lse = merge(attend(q, rows of the prompt), attend(q, own keys, causal))
 
 Where W ranks share the rows (they share a KV head, and each owns 1/W of its rows) queries travel and rows
-don't: the ranks gather all queries, attend over their own rows, and scatter the results back. A rank's rows
-then get their whole gradient on the rank itself, with no reduction.
+don't: the ranks gather all queries, attend over their own rows, and send each rank the results of its queries.
+A rank's rows then get their whole gradient on the rank itself, with no reduction.
 
 Which kernel runs (a choice by device and dtype, never a fallback): on CPU torch's flash attention; on CUDA
 torch's flash attention for bfloat16 and float16, and matrix products in blocks for float32 and float64.
@@ -17,13 +19,14 @@ dimension, W ranks that share rows. Statistics (lse) and merged results are floa
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_longstraw.partial_attention import gather_heads, merge, merge_owners, scatter_heads, statistics_dtype
 from megatron_longstraw.prompt_state import Attend, OwnedRows, Segment, attend_anew
 
 _aten = torch.ops.aten
@@ -54,15 +57,17 @@ def prompt_attention(
     v_TKD: Tensor,
     prompt: PromptRows | None,
     scale: float,
+    sequences: Sequence[slice] | None = None,
     attend: Attend = attend_anew,
 ) -> Tensor:
-    """Attention of each token over the prompt's rows and over the segment up to itself.
+    """Attention of each token over the prompt's rows and over its sequence up to itself.
 
     Args:
         q_THD: queries. k_TKD, v_TKD: keys and values of the same tokens.
         prompt: the prompt's rows, or None for a segment that starts its sequence. Backward adds their
             gradients to `prompt.rows` itself.
         scale: softmax scale.
+        sequences: where each sequence lies among the tokens; by default there is one.
         attend: gives the output and log-sum-exp of this very attention; see `Runtime.attend_of`.
 
     Returns:
@@ -70,7 +75,7 @@ def prompt_attention(
     """
     if prompt is not None and prompt.end == 0:
         prompt = None
-    return _PromptAttention.apply(q_THD, k_TKD, v_TKD, prompt, scale, attend)
+    return _PromptAttention.apply(q_THD, k_TKD, v_TKD, prompt, scale, sequences or [slice(None)], attend)
 
 
 def inject_state_gradient(key: Tensor, value: Tensor, rows: OwnedRows, segment: Segment) -> tuple[Tensor, Tensor]:
@@ -99,27 +104,32 @@ def dense_attention(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float) -
 
 class _PromptAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_THD, k_TKD, v_TKD, prompt: PromptRows | None, scale: float, attend: Attend):  # type: ignore[no-untyped-def]
+    def forward(ctx, q_THD, k_TKD, v_TKD, prompt, scale, sequences, attend):  # type: ignore[no-untyped-def]
         def compute() -> tuple[Tensor, Tensor]:
             q, k, v = (_heads_first(x) for x in (q_THD, k_TKD, v_TKD))
-            out, lse = _attend(q, k, v, True, scale)
+            out, lse = _cat([_attend(q[:, s], k[:, s], v[:, s], True, scale) for s in sequences])
             if prompt is not None:
-                out, lse = _merge(out, lse, *_attend_prompt(q, prompt, scale))
+                out, lse = merge(out, lse, *_attend_prompt(q, prompt, scale))
             return out.to(q.dtype), lse
 
         out, lse = attend(compute)
         ctx.save_for_backward(q_THD, k_TKD, v_TKD, out, lse)
-        ctx.prompt, ctx.scale = prompt, scale
+        ctx.prompt, ctx.scale, ctx.sequences = prompt, scale, sequences
         return out.transpose(0, 1).contiguous()
 
     @staticmethod
     def backward(ctx, dout_THD):  # type: ignore[no-untyped-def]
         q_THD, k_TKD, v_TKD, out, lse = ctx.saved_tensors
         q, k, v, dout = (_heads_first(x) for x in (q_THD, k_TKD, v_TKD, dout_THD))
-        dq, dk, dv = _attend_backward(dout, q, k, v, out, lse, True, ctx.scale)
+        dq, dk, dv = _cat(
+            [
+                _attend_backward(dout[:, s], q[:, s], k[:, s], v[:, s], out[:, s], lse[:, s], True, ctx.scale)
+                for s in ctx.sequences
+            ]
+        )
         if ctx.prompt is not None:
             dq = dq.to(lse.dtype) + _attend_prompt_backward(dout, q, out, lse, ctx.prompt, ctx.scale)
-        return *(x.transpose(0, 1).to(q.dtype) for x in (dq, dk, dv)), None, None, None
+        return *(x.transpose(0, 1).to(q.dtype) for x in (dq, dk, dv)), None, None, None, None
 
 
 class _InjectStateGradient(torch.autograd.Function):
@@ -153,19 +163,18 @@ def _attend_prompt(q_HTD: Tensor, prompt: PromptRows, scale: float) -> tuple[Ten
     """Merged (out, lse) of this rank's heads over the prompt's rows of all owners."""
     if prompt.group is None:
         return _attend_own_rows(q_HTD, prompt, scale)
-    out, lse = _attend_own_rows(_gather_heads(q_HTD, prompt.group), prompt, scale)
-    total = _gather_heads(lse[None], prompt.group).logsumexp(0)
-    return _scatter_heads(out * (lse - total).exp()[..., None], prompt.group), _own_heads(total, prompt.group)
+    of_own_rows = _attend_own_rows(gather_heads(q_HTD, prompt.group, 0), prompt, scale)
+    return merge_owners(*of_own_rows, prompt.group, 0)
 
 
 def _attend_own_rows(q_HTD: Tensor, prompt: PromptRows, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse) over the rows that this rank owns: zeros and -inf where it owns none of them."""
-    statistics = _statistics_dtype(q_HTD)
+    statistics = statistics_dtype(q_HTD)
     out = q_HTD.new_zeros(q_HTD.shape, dtype=statistics)
     lse = q_HTD.new_full(q_HTD.shape[:2], -math.inf, dtype=statistics)
     for block in prompt.rows.blocks(prompt.end, prompt.block_tokens):
         k, v = (_heads_first(prompt.rows.values[name][block]) for name in ("key", "value"))
-        out, lse = _merge(out, lse, *_attend(q_HTD, k, v, False, scale))
+        out, lse = merge(out, lse, *_attend(q_HTD, k, v, False, scale))
     return out, lse
 
 
@@ -174,20 +183,15 @@ def _attend_prompt_backward(
 ) -> Tensor:
     """Adds the rows' gradients to the rows; returns dq [H, T, D] of the prompt's part, in the dtype of lse."""
     if prompt.group is not None:
-        dout, q, out, lse = (_gather_heads(x, prompt.group) for x in (dout, q, out, lse))
+        dout, q, out = gather_heads(torch.cat([dout, q, out], -1), prompt.group, 0).chunk(3, -1)
+        lse = gather_heads(lse, prompt.group, 0)
     dq = torch.zeros_like(q, dtype=lse.dtype)
     for block in prompt.rows.blocks(prompt.end, prompt.block_tokens):
         k, v = (_heads_first(prompt.rows.values[name][block]) for name in ("key", "value"))
         dq_block, dk, dv = _attend_backward(dout, q, k, v, out, lse, False, scale)
         dq += dq_block
         prompt.rows.add_gradient(prompt.end, block, key=dk.transpose(0, 1), value=dv.transpose(0, 1))
-    return dq if prompt.group is None else _scatter_heads(dq, prompt.group)
-
-
-def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint sets of keys; one of the two may be empty (lse = -inf)."""
-    lse = torch.logaddexp(lse_a, lse_b)
-    return out_a * (lse_a - lse).exp()[..., None] + out_b * (lse_b - lse).exp()[..., None], lse
+    return dq if prompt.group is None else scatter_heads(dq, prompt.group, 0)
 
 
 # -- kernels: q [H, T, D], k and v [K, S, D] -> out [H, T, D], lse [H, T]; causal needs T = S
@@ -276,30 +280,10 @@ def _per_key_head(a: Tensor, b: Tensor, kv_heads: int) -> Tensor:
     return a.transpose(1, 2) @ b
 
 
-# -- the group that shares rows: head h of rank r is head r * H + h of the group
-
-
-def _gather_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[H, ...] of each rank -> [W * H, ...]."""
-    gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
-    return gathered
-
-
-def _scatter_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[W * H, ...] partial sums on each rank -> [H, ...] whole sums of this rank's heads."""
-    scattered = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    dist.reduce_scatter_tensor(scattered, x.contiguous(), group=group)
-    return scattered
-
-
-def _own_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x.chunk(group.size())[group.rank()]
+def _cat(parts: Sequence[tuple[Tensor, ...]]) -> Sequence[Tensor]:
+    """Of each sequence tensors [H, T, ...] -> those of all of them, one behind the other."""
+    return parts[0] if len(parts) == 1 else [torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)]
 
 
 def _heads_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1)
-
-
-def _statistics_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32

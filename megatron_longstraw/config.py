@@ -120,12 +120,20 @@ class ScheduleConfig:
     boundary_interval: int = 1
     """Recurrent layers keep their state at every this-many-th prompt chunk, and run the chunks between forward once
     more before the prompt backward; 1 keeps all. Architectures without such layers take only 1."""
+    pack_tokens: int = 0
+    """Responses share a micro-batch, one behind the other, as long as together they have at most this many tokens; a
+    longer one has its own, and at 0 each has. A pack takes the memory of a prompt chunk of as many tokens, and that of
+    the head. Behind a host's own forward step (drop-in, patches) only 0 works."""
     recompute: bool = True
     """Recompute each layer in backward, so that a micro-batch keeps one input per layer. A micro-batch of at
     most 1 / (2 x num_layers) of a prompt chunk is not recomputed; where data-parallel ranks share experts, all are."""
     keep_attention: bool = True
     """A recomputed layer keeps its attention's output, so that the rest alone is computed again: heads x head_dim
     numbers a token over TP, of GLM-5.2 heads x kv_lora_rank. Without `recompute` it means nothing."""
+    keep_choices: bool = True
+    """The positions that sparse attention chose for prompt tokens are kept until the prompt backward, which else
+    chooses them anew, in time quadratic in the prompt. They take dsa_indexer_topk x 4 bytes a prompt token and layer
+    that computes an index, over TP (GLM-5.2: 8 KiB / TP). Where "detached", or nothing is chosen, none are kept."""
     state_gradient_dtype: Literal["float32", "model"] = "float32"
     """Precision in which dL/d(prompt state) is summed over responses; "model" is the model's own."""
     attention_block_tokens: int = 65536
@@ -146,6 +154,7 @@ class ScheduleConfig:
             "log_prob_block_tokens",
         ):
             _at_least(f"schedule.{name}", getattr(self, name), 1)
+        _at_least("schedule.pack_tokens", self.pack_tokens, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

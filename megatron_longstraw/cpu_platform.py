@@ -59,12 +59,11 @@ class _CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if _is_cuda(kwargs.get("device")):
+        if kwargs and _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs) if kwargs else func(*args)
         if func is torch.Tensor.type and isinstance(result, str):
             # the distributed optimizer tells parameters apart by "torch.cuda.FloatTensor" and the like
             return result.replace("torch.", "torch.cuda.", 1)

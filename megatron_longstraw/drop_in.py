@@ -53,9 +53,14 @@ def get_forward_backward_func(
         `forward_backward_samples` with options and observer set; takes the arguments of Megatron's schedules.
 
     Raises:
-        ConfigError: schedule_pg_collection has other groups; names one.
+        ConfigError: schedule_pg_collection has other groups, or an option is not for a host's forward step; names it.
     """
     check_process_groups(schedule_pg_collection, "schedule_pg_collection")
+    if options.pack_tokens:
+        raise ConfigError(
+            f"schedule.pack_tokens={options.pack_tokens} is not supported: needs 0, as a host's forward step takes one "
+            "sample a micro-batch"
+        )
     return functools.partial(forward_backward_samples, options=options, observer=observer)
 
 
@@ -238,10 +243,10 @@ class _HostLosses:
         self.num_microbatches, self.per_token = num_microbatches, per_token
         self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
 
-    def scaled(self, loss_func: Callable[[Tensor], Any]) -> Callable[[Tensor], tuple[Tensor, Any]]:
-        """The loss function as the schedule wants it: (loss, report), with losses to be summed."""
+    def scaled(self, loss_func: Callable[[Tensor], Any]) -> Callable[[Tensor], tuple[Tensor, list[Any]]]:
+        """The loss function as the schedule wants it: (loss, reports), with losses to be summed."""
 
-        def call(output: Tensor) -> tuple[Tensor, Any]:
+        def call(output: Tensor) -> tuple[Tensor, list[Any]]:
             outputs = loss_func(output)
             if len(outputs) not in (2, 3):
                 raise ConfigError(
@@ -255,7 +260,7 @@ class _HostLosses:
                     loss /= torch.clamp(outputs[1], min=1)
             if len(outputs) == 2 or not self.per_token:
                 loss /= self.num_microbatches
-            return loss, report
+            return loss, [report]
 
         return call
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_longstraw.position_choice import IndexQueries, index_scores
 from megatron_longstraw.prompt_state import Phase, Segment
-from megatron_longstraw.sparse_attention import IndexQueries, index_scores
 
 
 class IndexChoices:
@@ -38,7 +38,7 @@ class IndexChoices:
         self._sequences: dict[int, list[list[np.ndarray]]] = defaultdict(list)
 
     def record(self, layer: int, segment: Segment, index: IndexQueries, chosen: Tensor) -> Tensor:
-        """Notes the choice [T, K] of a captured chunk or of a response, and returns it."""
+        """Notes the choice [T, K] of a captured chunk or of responses, and returns it."""
         if segment.phase in (Phase.CAPTURE, Phase.RESPONSE):
             # not a tensor, so that it is no part of the measured bytes
             rows = np.array(chosen[: segment.length].cpu())
@@ -47,7 +47,8 @@ class IndexChoices:
             if segment.phase is Phase.CAPTURE:
                 self._prompt[layer].append(rows)
             else:
-                self._sequences[layer].append([*self._prompt[layer], rows])
+                for sequence in segment.sequences(len(rows)):
+                    self._sequences[layer].append([*self._prompt[layer], rows[sequence]])
         return chosen
 
     def replay(self, layer: int, segment: Segment, index: IndexQueries, chosen: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ Recurrent layers keep states at chunk boundaries instead of rows: `megatron_long
 
 import dataclasses
 import enum
+import itertools
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -37,7 +38,7 @@ class Phase(enum.Enum):
     RECAPTURE = "recapture"
     """A prompt chunk without autograd, which writes again the recurrent states that capture dropped."""
     RESPONSE = "response"
-    """The last prompt token and a response, on top of the prompt's rows."""
+    """The last prompt token and a response, or several of both, on top of the prompt's rows."""
     PROMPT = "prompt"
     """A prompt chunk with autograd, whose backward starts from its rows' gradients."""
     IDLE = "idle"
@@ -46,11 +47,17 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The tokens of one micro-batch: positions ``start`` to ``start + length - 1``; padding may follow them."""
+    """The tokens of one micro-batch: positions ``start`` to ``start + length - 1``; padding may follow them.
+
+    Responses may be packed: several sequences one behind the other, each from ``start`` on, that don't see each other.
+    """
 
     phase: Phase
     start: int
     length: int
+    """Tokens, of all sequences."""
+    packed: tuple[int, ...] = ()
+    """Tokens of each sequence; empty where there is one."""
     multiplicity: int = 1
     """How often the stock schedule would see each of the tokens while this is the one time that we do: what a
     router counts them as. 0 for tokens that are counted elsewhere, or not at all."""
@@ -60,6 +67,11 @@ class Segment:
     @property
     def end(self) -> int:
         return self.start + self.length
+
+    def sequences(self, tokens: int) -> list[slice]:
+        """Where each sequence lies among the `tokens` of the micro-batch; padding goes with the last one."""
+        first = list(itertools.accumulate(self.packed[:-1], initial=0))
+        return [slice(*ends) for ends in zip(first, [*first[1:], tokens], strict=True)]
 
     @property
     def is_prompt(self) -> bool:
@@ -249,17 +261,30 @@ class Pages:
             first = last
 
 
+@dataclass(frozen=True)
+class Constant:
+    """A field of a row that has no gradient: its name, the shape of one row of it, and its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class OwnedRows:
     """The rows of one layer that this rank owns, and their gradients.
 
     Args:
         length: positions of the prompt.
-        shapes: name of each field of a row -> its shape.
+        shapes: name of each field of a row that has a gradient -> its shape.
         pages: how positions are dealt over the owner group.
-        dtype: of the rows.
+        dtype: of the fields that have a gradient.
         device: of rows and gradients.
         gradient_dtype: in which gradients are summed; None where none are wanted.
-        constants: fields that have no gradient.
+        constants: the fields that have no gradient.
+
+    Attributes:
+        values: name of each field -> its owned rows [owned, *shape].
+        gradients: name of each field whose gradient is wanted -> what is summed of it, [owned, *shape].
     """
 
     def __init__(
@@ -271,7 +296,7 @@ class OwnedRows:
         dtype: torch.dtype,
         device: torch.device,
         gradient_dtype: torch.dtype | None,
-        constants: Collection[str] = (),
+        constants: Collection[Constant] = (),
     ) -> None:
         self.length = length
         self.pages = pages
@@ -279,8 +304,9 @@ class OwnedRows:
         self.values = {n: torch.empty(owned, *shape, dtype=dtype, device=device) for n, shape in shapes.items()}
         self.gradients: dict[str, Tensor] = {}
         if gradient_dtype is not None:
-            summed = {n: v for n, v in self.values.items() if n not in constants}
-            self.gradients = {n: torch.zeros_like(v, dtype=gradient_dtype) for n, v in summed.items()}
+            self.gradients = {n: torch.zeros_like(v, dtype=gradient_dtype) for n, v in self.values.items()}
+        for constant in constants:
+            self.values[constant.name] = torch.empty(owned, *constant.shape, dtype=constant.dtype, device=device)
         self._written = 0
         self._untaken = length
 
@@ -301,13 +327,28 @@ class OwnedRows:
                 self.values[name][row] = rows[here]
         self._written = segment.end
 
+    def read(self, segment: Segment, **fields: Tensor) -> None:
+        """Puts the owned ones among a prompt chunk's rows into `fields`, in place; what others own stays as it is.
+
+        Args:
+            segment: the chunk.
+            fields: [>= length, *shape], for the rows of the segment in order.
+        """
+        self._check_written(segment.end)
+        for here, row in self.pages.runs(segment.start, segment.end):
+            for name, rows in fields.items():
+                rows[here] = self.values[name][row]
+
     def blocks(self, end: int, block_tokens: int) -> Iterator[slice]:
         """The owned rows of the positions below `end`, as slices of at most `block_tokens` rows."""
-        if end > self._written:
-            raise RuntimeError(f"rows before {end} read when {self._written} of {self.length} are written")
+        self._check_written(end)
         rows = self.pages.owned_before(end)
         for first in range(0, rows, block_tokens):
             yield slice(first, min(first + block_tokens, rows))
+
+    def _check_written(self, end: int) -> None:
+        if end > self._written:
+            raise RuntimeError(f"rows before {end} read when {self._written} of {self.length} are written")
 
     def add_gradient(self, end: int, block: slice, **fields: Tensor) -> None:
         """Adds to the gradients of a block of rows, read by a segment that starts at `end`."""
@@ -367,6 +408,8 @@ class StateOptions:
     attention_block_tokens: int = 65536
     gradient_dtype: torch.dtype | None = torch.float32
     """None keeps no gradients (detached)."""
+    keep_choices: bool = False
+    """Whether rows hold the positions that sparse attention chose for them."""
     boundary_spacing: int = 1
     """Positions between the recurrent states that are kept until the prompt backward."""
 
@@ -394,7 +437,7 @@ class PromptState:
         owners: int,
         dtype: torch.dtype,
         device: torch.device,
-        constants: Collection[str] = (),
+        constants: Collection[Constant] = (),
     ) -> OwnedRows:
         """A layer's rows, allocated whole when first asked for."""
         if layer_number not in self._layers:

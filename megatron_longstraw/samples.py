@@ -139,7 +139,7 @@ def micro_batch(item: WorkItem, idle: Sample) -> dict[str, Any]:
     if item.segment.phase is Phase.IDLE:
         sample = idle
     else:
-        sample = item.group.payload.samples[item.response or 0]
+        sample = item.group.payload.samples[item.responses[0] if item.responses else 0]
     shape = sample.fields["tokens"].shape
     start, end = item.segment.start, item.segment.end
 
@@ -147,7 +147,7 @@ def micro_batch(item: WorkItem, idle: Sample) -> dict[str, Any]:
         if not isinstance(value, Tensor) or value.shape[:2] != shape:
             return value
         piece = value[:, start:end]
-        if name == "loss_mask" and item.response is None:
+        if name == "loss_mask" and not item.responses:
             piece = torch.zeros_like(piece)
         return torch.nn.functional.pad(piece, (0, 0) * (value.dim() - 2) + (0, item.padded_length - piece.shape[1]))
 

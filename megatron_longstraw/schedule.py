@@ -26,6 +26,7 @@ Invariants, on every pipeline stage:
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -40,7 +41,7 @@ from megatron_longstraw.work import PromptGroup, WorkItem
 
 ForwardStep = Callable[[Iterator[WorkItem], Any], tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]]
 """Takes the next work item, runs the model on it; returns its output and a function from the output to the
-response's share of the loss (shares are summed, never averaged) and anything to report."""
+share that the item's responses have in the loss (shares are summed, never averaged) and one report for each."""
 
 
 class Observer(Protocol):
@@ -81,15 +82,16 @@ def forward_backward(
 
     Args:
         forward_step_func: as Megatron's, but its iterator yields a `WorkItem`, and its loss function returns
-            (loss, report) where losses of all responses of all ranks are summed to the objective. It is called
-            for prompt chunks too; what it returns as their loss function is not.
+            (loss, reports), with a report for each response of the item, where losses of all items of all ranks
+            are summed to the objective. It is called for prompt chunks too; what it returns as their loss function
+            is not.
         data_iterator: yields `PromptGroup`; of a list (interleaved schedule) the first is read.
         model: model, or list of model chunks, built with a `Runtime` (see `megatron_longstraw.models`).
         num_microbatches: groups to take from the iterator; may be 0 on some data-parallel ranks.
         forward_only: capture and run the responses without backward.
         options: how the schedule runs.
         observer: is told of every micro-batch.
-        seq_length, micro_batch_size, decoder_seq_length: ignored; lengths vary, a micro-batch is one sequence.
+        seq_length, micro_batch_size, decoder_seq_length: ignored; lengths vary, a micro-batch is [T, 1, hidden].
         first_val_step, adjust_tensor_shapes_fn, p2p_communicator, pg_collection, force_all_reduce: Megatron's.
 
     Returns:
@@ -246,7 +248,7 @@ def _work(
     chunk = options.prompt_chunk_tokens
     return (
         work.prompt_chunks(group, Phase.CAPTURE, chunk, multiple, multiplicity=count),
-        work.responses(group, multiple, multiplicity=min(count, 1)),
+        work.responses(group, multiple, multiplicity=min(count, 1), pack_tokens=options.pack_tokens),
         work.prompt_backward(group, chunk, multiple, boundary_interval),
     )
 
@@ -305,7 +307,7 @@ def _call_megatron(
             observer.on_item(item)
         runtime.begin(item.segment)
         output, loss_func = forward_step_func(iter([item]), model)
-        return output, functools.partial(_loss, None if item.response is None else loss_func)
+        return output, functools.partial(_loss, loss_func if item.responses else None)
 
     reports = megatron_schedule()(
         forward_step_func=step,
@@ -317,20 +319,16 @@ def _call_megatron(
         forward_only=forward_only,
         **arguments,
     )
-    return [report for report in reports if report is not _NOTHING]
-
-
-_NOTHING = object()
-"""What prompt chunks and idle work report."""
+    return list(itertools.chain.from_iterable(reports))
 
 
 def _loss(loss_func: Callable[[Tensor], tuple[Tensor, Any]] | None, output: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """What Megatron asks of a loss function: (loss, tokens to divide by: none, report)."""
+    """What Megatron asks of a loss function: (loss, tokens to divide by: none, what to report)."""
     no_tokens = torch.zeros((), dtype=torch.int, device=output.device)
     if loss_func is None:
-        return _ZeroRoot.apply(output), no_tokens, _NOTHING
-    loss, report = loss_func(output)
-    return loss, no_tokens, report
+        return _ZeroRoot.apply(output), no_tokens, []
+    loss, reports = loss_func(output)
+    return loss, no_tokens, reports
 
 
 class _ZeroRoot(torch.autograd.Function):
@@ -353,6 +351,7 @@ def _state_options(options: ScheduleConfig, exact: bool, config: Any) -> StateOp
         page_tokens=options.page_tokens,
         attention_block_tokens=options.attention_block_tokens,
         gradient_dtype=dtype if exact else None,
+        keep_choices=options.keep_choices and exact,
         boundary_spacing=options.boundary_interval * options.prompt_chunk_tokens,
     )
 

@@ -115,13 +115,17 @@ def grpo_forward_step(run: RunConfig, keep_log_probs: bool = False) -> ForwardSt
             item.tokens, item.position_ids, None, output_processor=log_prob_head, output_processor_context=head
         )
 
-        def loss_func(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            assert payload is not None and item.response is not None
-            entropy = output[1] if with_entropy else None
-            loss, report = policy_loss(output[0], payload.responses[item.response], run.objective, entropy)
-            if keep_log_probs:
-                report["log_probs"] = output[0].detach()
-            return loss, report
+        def loss_func(output: Tensor) -> tuple[Tensor, list[dict[str, Tensor]]]:
+            assert payload is not None
+            losses, reports = [], []
+            for index, of_response in zip(item.responses, output.split(item.target_counts, 1), strict=True):
+                entropy = of_response[1] if with_entropy else None
+                loss, report = policy_loss(of_response[0], payload.responses[index], run.objective, entropy)
+                if keep_log_probs:
+                    report["log_probs"] = of_response[0].detach()
+                losses.append(loss)
+                reports.append(report)
+            return torch.stack(losses).sum(), reports
 
         return output, loss_func
 

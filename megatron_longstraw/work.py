@@ -3,7 +3,7 @@
 For a prompt of P tokens and a response R_i of n tokens:
 - prompt chunks cover positions 0 .. P-2;
 - a response is [last prompt token] + R_i[:-1] from position P-1 on, with targets R_i, so that the first
-  response token is trained too;
+  response token is trained too; short ones may be packed, one behind the other in one micro-batch;
 - a whole sequence is prompt + R_i[:-1], with the same targets.
 Tokens are padded at the end to what sequence parallelism can split; the padding is seen by nobody.
 
@@ -56,13 +56,13 @@ class WorkItem:
         segment: what it is and which positions it covers.
         group: the group it is of. Idle work has one too, for its device, and nothing else of it; where a rank has
             no group at all while others do, it is an empty one without payload (`no_group`).
-        response: index of the response in the group; None for prompt chunks and idle work.
+        responses: indices of its responses in the group; none for prompt chunks and idle work.
         multiple: the number of tokens is padded to a multiple of this.
     """
 
     segment: Segment
     group: PromptGroup
-    response: int | None = None
+    responses: tuple[int, ...] = ()
     multiple: int = 1
 
     @property
@@ -79,14 +79,19 @@ class WorkItem:
     @property
     def position_ids(self) -> Tensor:
         """[1, T] positions."""
-        return torch.arange(
-            self.segment.start, self.segment.start + self.padded_length, device=self.group.prompt.device
-        )[None]
+        sequences = self.segment.sequences(self.padded_length)
+        steps = [torch.arange(s.stop - s.start, device=self.group.prompt.device) for s in sequences]
+        return self.segment.start + torch.cat(steps)[None]
 
     @property
     def targets(self) -> Tensor:
-        """[n] ids to predict; empty for prompt chunks and idle work."""
-        return self.group.prompt[:0] if self.response is None else self.group.responses[self.response]
+        """[n] ids to predict, of one response after the other; empty for prompt chunks and idle work."""
+        return torch.cat([self.group.prompt[:0], *(self.group.responses[i] for i in self.responses)])
+
+    @property
+    def target_counts(self) -> list[int]:
+        """How many of the targets are each response's."""
+        return [len(self.group.responses[i]) for i in self.responses]
 
     @property
     def first_row(self) -> int:
@@ -97,9 +102,9 @@ class WorkItem:
         prompt, start = self.group.prompt, self.segment.start
         if self.segment.phase is Phase.IDLE:
             return prompt.new_zeros(self.segment.length)
-        if self.response is None:
+        if not self.responses:
             return prompt[start : self.segment.end]
-        return torch.cat([prompt[start:], self.group.responses[self.response][:-1]])
+        return torch.cat([ids for i in self.responses for ids in (prompt[start:], self.group.responses[i][:-1])])
 
 
 def no_group(device: torch.device) -> PromptGroup:
@@ -136,14 +141,26 @@ def prompt_backward(group: PromptGroup, chunk_tokens: int, multiple: int, bounda
     return items
 
 
-def responses(group: PromptGroup, multiple: int, multiplicity: int = 1) -> list[WorkItem]:
-    """The non-empty responses, on top of the prompt's state."""
-    return _response_items(group, Phase.RESPONSE, len(group.prompt) - 1, multiple, multiplicity)
+def responses(group: PromptGroup, multiple: int, multiplicity: int = 1, pack_tokens: int = 0) -> list[WorkItem]:
+    """The non-empty responses in order, on top of the prompt's state; as many in one item as make `pack_tokens`."""
+    packs: list[list[int]] = []
+    room = 0
+    for index in _non_empty(group):
+        tokens = len(group.responses[index])
+        if tokens > room:
+            packs.append([])
+            room = pack_tokens
+        packs[-1].append(index)
+        room -= tokens
+    return [
+        _response_item(group, Phase.RESPONSE, len(group.prompt) - 1, tuple(pack), multiple, multiplicity)
+        for pack in packs
+    ]
 
 
 def whole_sequences(group: PromptGroup, multiple: int) -> list[WorkItem]:
     """The non-empty responses, each behind a prompt of its own, for the stock schedule."""
-    return _response_items(group, Phase.PLAIN, 0, multiple)
+    return [_response_item(group, Phase.PLAIN, 0, (index,), multiple) for index in _non_empty(group)]
 
 
 def filled(items: Sequence[WorkItem], count: int, phase: Phase, group: PromptGroup, multiple: int) -> list[WorkItem]:
@@ -182,17 +199,14 @@ def _idle(group: PromptGroup, multiple: int, in_place_of: Phase | None = None) -
     return WorkItem(segment=segment, group=group, multiple=multiple)
 
 
-def _response_items(
-    group: PromptGroup, phase: Phase, start: int, multiple: int, multiplicity: int = 1
-) -> list[WorkItem]:
-    prompt = len(group.prompt) - start
-    return [
-        WorkItem(
-            segment=Segment(phase=phase, start=start, length=prompt + len(response) - 1, multiplicity=multiplicity),
-            group=group,
-            response=index,
-            multiple=multiple,
-        )
-        for index, response in enumerate(group.responses)
-        if len(response)
-    ]
+def _non_empty(group: PromptGroup) -> list[int]:
+    return [index for index, response in enumerate(group.responses) if len(response)]
+
+
+def _response_item(
+    group: PromptGroup, phase: Phase, start: int, indices: tuple[int, ...], multiple: int, multiplicity: int = 1
+) -> WorkItem:
+    lengths = tuple(len(group.prompt) - start + len(group.responses[index]) - 1 for index in indices)
+    packed = lengths if len(lengths) > 1 else ()
+    segment = Segment(phase=phase, start=start, length=sum(lengths), packed=packed, multiplicity=multiplicity)
+    return WorkItem(segment=segment, group=group, responses=indices, multiple=multiple)

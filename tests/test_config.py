@@ -27,7 +27,8 @@ def _load(tmp_path: Path, *overrides: tuple[str, Any]) -> RunConfig:
 def test_defaults(tmp_path: Path) -> None:
     run = _load(tmp_path)
     assert run.schedule.prompt_gradient == "exact"
-    assert run.schedule.recompute
+    assert run.schedule.recompute and run.schedule.keep_choices
+    assert not _load(tmp_path, ("schedule.keep_choices", False)).schedule.keep_choices
     assert run.objective.loss_agg_mode == "token-mean"
     assert not run.parallel.uses_sequence_parallel
     assert _load(tmp_path, ("parallel.tp", 2)).parallel.uses_sequence_parallel
@@ -81,6 +82,7 @@ def test_defaults(tmp_path: Path) -> None:
         ("schedule.prompt_chunk_tokens", 0, "schedule.prompt_chunk_tokens=0: needs an integer >= 1"),
         ("schedule.prompt_gradient", "none", "schedule.prompt_gradient='none': needs one of exact, detached"),
         ("schedule.recompute", 1, "schedule.recompute=1: needs true or false"),
+        ("schedule.keep_choices", "some", "schedule.keep_choices='some': needs true or false"),
         ("objective.clip_ratio_low", 1.0, "objective.clip_ratio_low=1.0: needs a number in [0, 1)"),
         ("objective.clip_ratio_c", 0.5, "objective.clip_ratio_c=0.5: needs a number > 1, or null"),
         ("objective.kl_coef", float("nan"), "objective.kl_coef=nan: needs a finite number >= 0"),

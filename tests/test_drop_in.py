@@ -385,7 +385,7 @@ def test_batches_are_shared_on_the_cpu_and_without_masks(ranks: Ranks) -> None:
 def test_a_stage_without_use_for_a_batch_need_not_take_it() -> None:
     samples = [read_sample(batch, "batch") for batch in edge_samples()]
     segment = Segment(phase=Phase.IDLE, start=0, length=1)
-    item = WorkItem(group=group_samples(samples)[0], segment=segment, response=None)
+    item = WorkItem(group=group_samples(samples)[0], segment=segment)
 
     def step(batches: Any, chunk: Any) -> Any:
         return chunk.output, triple_loss

@@ -96,6 +96,21 @@ def test_chunk_page_and_block_sizes_change_nothing(
     check_same(join([r["steps"][1]["ours"] for r in results]), want)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(tp=2, ep=2), Layout(dp=2, ep=2), pytest.param(Layout(pp=2), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_packing_responses_changes_nothing(ranks: Ranks, one_rank: list[dict[str, Any]], layout: Layout) -> None:
+    """Packs of 5 + 1 + 10 and 6 + 4 tokens, over blocks of 7 queries; biases follow as many tokens."""
+    run = with_schedule(tiny_glm(layout), pack_tokens=16, query_block_tokens=7)
+    results = ranks.run(layout, two_steps, run, glm_groups())
+    check_steps(results)
+    for step in (0, 1):
+        want = join([r["steps"][step]["stock"] for r in one_rank])
+        check_same(join([r["steps"][step]["ours"] for r in results]), want)
+
+
 def test_idle_work_of_the_stock_side_is_recomputed_with_the_rest(ranks: Ranks) -> None:
     """Data-parallel ranks share experts and have one group: else one rank would wait in collectives for ever."""
     layout = Layout(dp=2, ep=2)

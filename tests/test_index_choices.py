@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_longstraw.index_choices import IndexChoices
+from megatron_longstraw.position_choice import IndexQueries, choose_positions
 from megatron_longstraw.prompt_state import Phase, Segment
-from megatron_longstraw.sparse_attention import IndexQueries, choose_positions
 
 TOPK, PROMPT = 3, 6
 

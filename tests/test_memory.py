@@ -15,36 +15,40 @@ from tests.exactness import group, response, tiny_run
 from tests.ranks import Layout, Ranks
 
 
-def _peak(schedule: str, prompt: int, responses: int) -> dict[str, Any]:
+def _peak(schedule: str, prompt: int, responses: int, pack_tokens: int = 0) -> dict[str, Any]:
     from megatron.core import parallel_state as ps
 
     from megatron_longstraw.compare import run_schedule
     from megatron_longstraw.trainer import build_ddp_model
 
     layout = Layout(tp=ps.get_tensor_model_parallel_world_size(), pp=ps.get_pipeline_model_parallel_world_size())
-    run = tiny_run(
-        layout, schedule=ScheduleConfig(prompt_chunk_tokens=256, attention_block_tokens=256, log_prob_block_tokens=64)
+    options = ScheduleConfig(
+        prompt_chunk_tokens=256, attention_block_tokens=256, log_prob_block_tokens=64, pack_tokens=pack_tokens
     )
+    run = tiny_run(layout, schedule=options)
     generator = np.random.default_rng(0)
     rollouts = [group("g", prompt, *(response(generator, 40) for _ in range(responses)))]
     result = run_schedule(schedule, build_ddp_model(run), rollouts, run, torch.device("cpu"))
     return {"peak": result.peak_bytes}
 
 
-def test_peak_does_not_depend_on_the_number_of_responses(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("layout", "pack_tokens"), [(Layout(), 0), (Layout(tp=2), 0), (Layout(pp=2), 0), (Layout(), 80)], ids=str
+)
+def test_peak_does_not_depend_on_the_number_of_responses(ranks: Ranks, layout: Layout, pack_tokens: int) -> None:
     """Six more responses cost their ids and, on the last stage, their log-probs and three scalars; nothing else."""
     ids, outputs = 6 * 40 * 8, 6 * (40 * 4 + 3 * 4)
 
     def least(layout: Layout, responses: int) -> list[int]:
         # gloo's thread may hold a finished collective's input a moment longer (see PeakBytes): that only ever adds
-        tries = [ranks.run(layout, _peak, "longstraw", 2000, responses) for _ in range(3 if layout.tp > 1 else 1)]
+        repeats = range(3 if layout.tp > 1 else 1)
+        tries = [ranks.run(layout, _peak, "longstraw", 2000, responses, pack_tokens) for _ in repeats]
         return [min(peaks) for peaks in zip(*([r["peak"] for r in result] for result in tries), strict=True)]
 
-    for layout in (Layout(), Layout(tp=2), Layout(pp=2)):
-        few, many = least(layout, 2), least(layout, 8)
-        grown = [b - a for a, b in zip(few, many, strict=True)]
-        assert grown == [ids] * (layout.pp - 1) * layout.tp + [ids + outputs] * layout.tp, layout
-        assert max(grown) < 0.002 * min(few), layout
+    few, many = least(layout, 2), least(layout, 8)
+    grown = [b - a for a, b in zip(few, many, strict=True)]
+    assert grown == [ids] * (layout.pp - 1) * layout.tp + [ids + outputs] * layout.tp
+    assert max(grown) < 0.002 * min(few)
 
 
 def _peak_of_responses(prompt: int, tokens: int, always: bool, schedule: ScheduleConfig) -> int:

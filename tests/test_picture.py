@@ -41,7 +41,7 @@ def _record() -> list[Event]:
     def step(items: Iterator[Any], chunk: Any) -> Any:
         item = next(items)
         phase = item.segment.phase
-        index = item.segment.start // 8 if phase in (Phase.CAPTURE, Phase.PROMPT) else (item.response or 0)
+        index = item.segment.start // 8 if phase in (Phase.CAPTURE, Phase.PROMPT) else sum(item.responses)
         name = f"{LETTER[phase]}{index if phase is not Phase.IDLE else ''}"
         place = next(i for i, c in enumerate(model) if c is chunk)
         events.append(("F", name, place))

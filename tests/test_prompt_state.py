@@ -1,9 +1,20 @@
 """Pages, owners and the ledger of rows: the numbered invariants of megatron_longstraw.prompt_state."""
 
+import itertools
+
 import pytest
 import torch
 
-from megatron_longstraw.prompt_state import OwnedRows, Pages, Phase, PromptState, Runtime, Segment, StateOptions
+from megatron_longstraw.prompt_state import (
+    Constant,
+    OwnedRows,
+    Pages,
+    Phase,
+    PromptState,
+    Runtime,
+    Segment,
+    StateOptions,
+)
 
 
 def _chunk(start: int, length: int, phase: Phase = Phase.CAPTURE) -> Segment:
@@ -18,6 +29,7 @@ def _rows(length: int, pages: Pages, gradient: torch.dtype | None = torch.float3
         dtype=torch.float32,
         device=torch.device("cpu"),
         gradient_dtype=gradient,
+        constants=[Constant("chosen", (4,), torch.int32)],
     )
 
 
@@ -63,6 +75,30 @@ def test_rows_of_all_owners_are_the_prompt() -> None:
     assert torch.equal(rebuilt, whole)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_owner_reads_back_its_own_rows_of_a_chunk(size: int) -> None:
+    """Together they are what was written, bit for bit; padding and the rows of others stay what they were."""
+    key, chosen = torch.randn(29, 2, 3), torch.randint(1000, (29, 4), dtype=torch.int32)
+    owners = [_rows(29, Pages(4, rank, size)) for rank in range(size)]
+    chunks = [_chunk(start, min(10, 29 - start)) for start in range(0, 29, 10)]
+    for rows, chunk in itertools.product(owners, chunks):
+        padded = torch.full((12 - chunk.length, 2, 3), torch.nan), torch.full((12 - chunk.length, 4), 7)
+        here = slice(chunk.start, chunk.end)
+        rows.write(chunk, key=torch.cat([key[here], padded[0]]), chosen=torch.cat([chosen[here], padded[1]]))
+    for chunk in reversed(chunks):
+        read_key, read_chosen = torch.zeros(12, 2, 3), torch.full((12, 4), -1, dtype=torch.int32)
+        for rank, rows in enumerate(owners):
+            alone = torch.full_like(read_chosen, -1)
+            rows.read(chunk, key=read_key, chosen=alone)
+            mine = torch.tensor([p < chunk.end and p // 4 % size == rank for p in range(chunk.start, chunk.start + 12)])
+            assert torch.equal(alone[mine], chosen[chunk.start : chunk.end][mine[: chunk.length]])
+            assert (alone[~mine] == -1).all()
+            read_chosen = torch.maximum(read_chosen, alone)
+        assert torch.equal(read_key[: chunk.length], key[chunk.start : chunk.end])
+        assert torch.equal(read_chosen[: chunk.length], chosen[chunk.start : chunk.end])
+        assert not read_key[chunk.length :].any() and (read_chosen[chunk.length :] == -1).all()
+
+
 def test_gradient_is_taken_by_the_owner_only() -> None:
     taken = torch.zeros(10, 2, 3)
     for rank in range(2):
@@ -85,6 +121,8 @@ def test_ledger_refuses_what_would_be_silently_wrong() -> None:
         rows.write(_chunk(0, 5), key=torch.zeros(5, 2, 3))
     with pytest.raises(RuntimeError, match="rows before 10 read when 5 of 10"):
         list(rows.blocks(10, 4))
+    with pytest.raises(RuntimeError, match="rows before 10 read when 5 of 10"):
+        rows.read(_chunk(5, 5, Phase.PROMPT), key=torch.zeros(5, 2, 3))
     with pytest.raises(RuntimeError, match="5 written"):
         rows.check_complete()
     rows.write(_chunk(5, 5), key=torch.zeros(5, 2, 3))
@@ -95,6 +133,13 @@ def test_ledger_refuses_what_would_be_silently_wrong() -> None:
         rows.add_gradient(10, slice(0, 10), key=torch.zeros(10, 2, 3))
     with pytest.raises(RuntimeError, match="5 gradients left"):
         rows.check_complete()
+
+
+def test_constants_have_no_gradient() -> None:
+    rows = _rows(4, Pages(4, 0, 1))
+    assert rows.values["chosen"].dtype == torch.int32 and rows.gradients.keys() == {"key"}
+    assert rows.bytes() == 4 * (2 * 3 * 4 + 4 * 4)
+    assert rows.gradient_bytes() == 4 * 2 * 3 * 4
 
 
 def test_detached_rows_have_no_gradient() -> None:

@@ -126,7 +126,7 @@ def _megatron(run: RunConfig, folder: Path, schedule: str) -> tuple[list[Tensor]
         output = chunk(
             item.tokens, item.position_ids, None, output_processor=log_prob_head, output_processor_context=head
         )
-        return output, lambda output: (_loss(output[0]), output[0].detach().clone())
+        return output, lambda output: (_loss(output[0]), [output[0].detach().clone()])
 
     prompt, responses = _tokens()
     group = PromptGroup(prompt=prompt, responses=responses)

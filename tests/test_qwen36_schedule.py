@@ -129,6 +129,18 @@ def test_last_layer_may_be_recurrent(ranks: Ranks, layout: Layout) -> None:
     check_steps(ranks.run(layout, qwen_two_steps, run, few_groups()))
 
 
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(tp=2), pytest.param(Layout(pp=2), marks=pytest.mark.slow)], ids=str
+)
+def test_packing_responses_changes_nothing(ranks: Ranks, one_rank: Any, layout: Layout) -> None:
+    """Each of the packed responses starts from the prompt's state, and its gradients all come to it."""
+    results = ranks.run(layout, qwen_two_steps, _run(layout, pack_tokens=8), few_groups())
+    check_steps(results)
+    for step in (0, 1):
+        want = join([r["steps"][step]["stock"] for r in one_rank("float64", Layout())])
+        check_same(join([r["steps"][step]["ours"] for r in results]), want, "float64")
+
+
 def test_without_recomputation(ranks: Ranks) -> None:
     check_steps(ranks.run(Layout(tp=2), qwen_two_steps, _run(Layout(tp=2), recompute=False), few_groups()))
 

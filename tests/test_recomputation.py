@@ -19,7 +19,7 @@ TOKENS, HEADS, DIM = 5, 2, 4
 def _layer(kind: str, runtime: Runtime, q: Tensor, rows: Tensor) -> Tensor:
     attend = runtime.attend_of(1)
     if kind == "dense":
-        return prompt_attention(q, rows[:, None], rows[:, None], None, 0.5, attend)
+        return prompt_attention(q, rows[:, None], rows[:, None], None, 0.5, attend=attend)
     chosen = torch.arange(TOKENS, dtype=torch.int32).expand(TOKENS, -1)
     chosen = chosen.where(chosen <= torch.arange(TOKENS)[:, None], -1)
     return sparse_attention(q, rows, chosen, None, value_width=DIM, scale=0.5, query_block=2, attend=attend)

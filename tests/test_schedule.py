@@ -91,6 +91,28 @@ def test_chunk_and_page_sizes_change_nothing(
         check_same(join([r["steps"][step]["ours"] for r in results]), want, "float64")
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(tp=2),
+        Layout(pp=2),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS[2:] if x.pp != 2),
+    ],
+    ids=str,
+)
+def test_packing_responses_changes_nothing(
+    ranks: Ranks, one_rank: Callable[[RunConfig], list[dict[str, Any]]], layout: Layout
+) -> None:
+    """Packs of two, also behind a prompt of one token, and of one that is longer than a pack; 18 tokens of 9 + 9."""
+    run = with_schedule(tiny_run(layout, dtype="float64"), pack_tokens=20)
+    results = ranks.run(layout, two_steps, run, edge_groups())
+    check_steps(results, "float64")
+    for step in (0, 1):
+        want = join([r["steps"][step]["stock"] for r in one_rank(run)])
+        check_same(join([r["steps"][step]["ours"] for r in results]), want, "float64")
+
+
 def test_without_recomputation(ranks: Ranks) -> None:
     run = with_schedule(tiny_run(Layout(pp=2), dtype="float64"), recompute=False)
     check_steps(ranks.run(Layout(pp=2), two_steps, run, edge_groups()), "float64")

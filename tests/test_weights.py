@@ -162,12 +162,12 @@ def _logits_and_gradients(run: RunConfig, folder: Path) -> tuple[Tensor | None, 
         item = next(items)
         output = chunk(item.tokens, item.position_ids, None)
 
-        def loss_func(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss_func(output: Tensor) -> tuple[Tensor, list[dict[str, Tensor]]]:
             from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
             whole = gather_from_tensor_model_parallel_region(output)[0, : len(item.targets)]
             logits.append(whole.detach())
-            return F.cross_entropy(whole, item.targets), {}
+            return F.cross_entropy(whole, item.targets), [{}]
 
         return output, loss_func
 

@@ -6,7 +6,7 @@ segment's first position and, for a prompt chunk, keeps the state after its last
 own forward.
 
 - capture: start from the boundary, write the next one, no autograd.
-- response: start from the last boundary; backward adds dL/d(that boundary).
+- response: start from the last boundary, each of those that are packed; backward adds dL/d(that boundary).
 - prompt backward: start from the boundary; backward first adds what the next boundary's gradient has gathered
   to the final state's, then adds dL/d(its own boundary).
 - Padding of sequence parallelism follows a segment's tokens. It is cut off before the convolution, so that it
@@ -90,7 +90,7 @@ class PromptGatedDeltaNet(GatedDeltaNet):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         if kwargs.get("packed_seq_params") is not None or hidden_states.shape[1] != 1:
             raise ValueError(
-                "a prompt's Gated DeltaNet takes one sequence a micro-batch, without packing: got micro-batch size "
+                "a prompt's Gated DeltaNet takes micro-batches [T, 1, hidden], without Megatron's packing: got size "
                 f"{hidden_states.shape[1]}, packing {'on' if kwargs.get('packed_seq_params') is not None else 'off'}"
             )
         return self._forward_segment(hidden_states, segment)
@@ -101,20 +101,26 @@ class PromptGatedDeltaNet(GatedDeltaNet):
         qkv, gate, beta, alpha = projected[: segment.length].transpose(0, 1).split(self.feat_dim_split, dim=-1)
         boundaries = self._boundaries()
         recurrent_state, conv_state = self._initial_state(boundaries, segment, qkv)
-        qkv, conv_state = self._convolve(qkv, conv_state)
-        out, recurrent_state = self._delta_rule(qkv, gate, beta, alpha, recurrent_state, segment.is_prompt)
+        outs = []
+        for own in segment.sequences(segment.length):
+            of_own, end_conv_state = self._convolve(qkv[:, own], conv_state)
+            of_own, end_state = self._delta_rule(
+                of_own, gate[:, own], beta[:, own], alpha[:, own], recurrent_state, segment.is_prompt
+            )
+            outs.append(of_own)
+        out = torch.cat(outs, 1)
 
         if segment.is_prompt:
-            assert boundaries is not None and recurrent_state is not None
+            assert boundaries is not None and end_state is not None
             if segment.phase is not Phase.PROMPT:
                 keep = boundaries.write if segment.phase is Phase.CAPTURE else boundaries.write_again
-                keep(segment.start, segment.end, recurrent_state=recurrent_state, conv_state=conv_state.clone())
+                keep(segment.start, segment.end, recurrent_state=end_state, conv_state=end_conv_state.clone())
                 if self.is_last:
                     return torch.zeros_like(hidden_states), None
             else:
                 if self.is_last:  # nobody reads the output; the rule runs backwards for its final state only
                     out = torch.zeros_like(out)
-                out = inject_boundary_gradient(out, recurrent_state, conv_state, boundaries, segment)
+                out = inject_boundary_gradient(out, end_state, end_conv_state, boundaries, segment)
         normed = self._gated_norm_and_a2a(
             out, gate.reshape(1, segment.length, -1, self.value_head_dim), None, 1, segment.length
         )

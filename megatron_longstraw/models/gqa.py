@@ -103,7 +103,7 @@ class PromptCoreAttention(MegatronModule):
             )
         if attention_bias is not None or packed_seq_params is not None or query.shape[1] != 1:
             raise ValueError(
-                "prompt attention takes one sequence a micro-batch, without bias or packing: "
+                "prompt attention takes micro-batches [T, 1, hidden], without bias or Megatron's packing: "
                 f"got micro-batch size {query.shape[1]}, attention_bias "
                 f"{'set' if attention_bias is not None else 'unset'}, "
                 f"packing {'on' if packed_seq_params is not None else 'off'}"
@@ -117,9 +117,10 @@ class PromptCoreAttention(MegatronModule):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         segment, attend = self.runtime.segment, self.runtime.attend_of(self.layer_number)
+        sequences = segment.sequences(len(q))
         rows = self._rows(k, v) if self.runtime.current_state().length else None
         if rows is None:
-            return prompt_attention(q, k, v, None, self.softmax_scale, attend)
+            return prompt_attention(q, k, v, None, self.softmax_scale, sequences, attend)
         if segment.phase is Phase.CAPTURE:
             rows.write(segment, key=k, value=v)
             if self.is_last:
@@ -130,7 +131,7 @@ class PromptCoreAttention(MegatronModule):
             k, v = inject_state_gradient(k, v, rows, segment)
         block_tokens = self.runtime.current_state().options.attention_block_tokens
         prompt = PromptRows(rows, segment.start, block_tokens, self.group)
-        return prompt_attention(q, k, v, prompt, self.softmax_scale, attend)
+        return prompt_attention(q, k, v, prompt, self.softmax_scale, sequences, attend)
 
     def _rows(self, k: Tensor, v: Tensor) -> OwnedRows:
         return self.runtime.current_state().rows(

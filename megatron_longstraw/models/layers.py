@@ -109,7 +109,10 @@ class OffsetRotaryEmbedding(torch.nn.Module):
         return self.inner.get_cos_sin(*args, **kwargs)
 
     def forward(self, max_seq_len: int, **_: Any) -> Tensor:
-        return self.inner.get_emb(max_seq_len, self.runtime.segment.start)
+        segment = self.runtime.segment
+        lengths = [s.stop - s.start for s in segment.sequences(max_seq_len)]
+        angles = self.inner.get_emb(max(lengths), segment.start)
+        return torch.cat([angles[:length] for length in lengths])
 
 
 def give_offset_rotary(model: torch.nn.Module, runtime: Runtime) -> None:

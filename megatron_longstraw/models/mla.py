@@ -1,11 +1,12 @@
 """Sparse attention over a prompt's latents, as core attention of Megatron's absorbed latent attention.
 
 A layer keeps one row a prompt position: the latent and the rotary key (kv_lora_rank + qk_pos_emb_head_dim values),
-and, where the layer computes an index, the index key. Latents are the same on all TP ranks, so each rank owns
-1/TP of the rows, in pages, and the owner group is the whole TP group.
+and, where the layer computes an index, the index key and the positions that the index chose. Latents are the same on
+all TP ranks, so each rank owns 1/TP of the rows, in pages, and the owner group is the whole TP group.
 
 IndexShare: some layers reuse the positions that a layer before them chose. The choice lives with the micro-batch
-(`MicroBatch.chosen`), where recomputation finds it, whatever ran since.
+(`MicroBatch.chosen`), where recomputation finds it, whatever ran since. The choice of a captured chunk is kept with
+its rows (`schedule.keep_choices`), and prompt backward, whose inputs are the same, takes it from there.
 
 The indexer's parameters get no gradient: as in Megatron without its KL loss, the index reads detached inputs.
 """
@@ -13,23 +14,20 @@ The indexer's parameters get no gradient: as in Megatron without its KL loss, th
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_dsa_module_spec_for_backend
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
+from torch.nn.functional import pad
 
+from megatron_longstraw.latent_rows import LatentRows
 from megatron_longstraw.models.layers import last_layer_counts
-from megatron_longstraw.prompt_state import OwnedRows, Phase, Runtime
-from megatron_longstraw.sparse_attention import (
-    IndexQueries,
-    LatentRows,
-    choose_positions,
-    inject_latent_gradient,
-    latent_root,
-    sparse_attention,
-)
+from megatron_longstraw.position_choice import IndexQueries, choose_positions
+from megatron_longstraw.prompt_state import Constant, OwnedRows, Phase, Runtime, Segment
+from megatron_longstraw.sparse_attention import inject_latent_gradient, latent_root, sparse_attention
 
 
 class PromptSparseAttention(DSAttention):
@@ -81,7 +79,7 @@ class PromptSparseAttention(DSAttention):
         """
         if packed_seq_params is not None or query.shape[1] != 1 or value is not None or up_v_weight is None:
             raise ValueError(
-                "sparse attention takes one sequence a micro-batch, absorbed and unpacked: got micro-batch size "
+                "sparse attention takes micro-batches [T, 1, ...], absorbed, without Megatron's packing: got size "
                 f"{query.shape[1]}, packing {'on' if packed_seq_params is not None else 'off'}, "
                 f"values {'apart' if value is not None else 'absorbed'}"
             )
@@ -90,38 +88,42 @@ class PromptSparseAttention(DSAttention):
             assert not self.runtime.micro_batch.is_recomputed
             return super().forward(query, key, None, attention_mask, x, qr, up_v_weight=up_v_weight, **kwargs)
         q, latent = query[:, 0], key[:, 0, 0]
-        index = None if self.indexer is None or self.runtime.micro_batch.is_recomputed else self._index(x, qr)
+        index = self._index(x, qr) if self._computes_index() else None
         attend = self._attend_alone if stateless or not self.runtime.current_state().length else self._attend
         out = attend(q, latent, index)
         return torch.einsum("thc,hdc->thd", out, up_v_weight).reshape(len(q), 1, -1)
 
     def _attend_alone(self, q: Tensor, latent: Tensor, index: IndexQueries | None) -> Tensor:
-        return self._sparse(q, latent, index, None)
+        return self._sparse(q, latent, self._chosen(index, None), None)
 
     def _attend(self, q: Tensor, latent: Tensor, index: IndexQueries | None) -> Tensor:
-        segment = self.runtime.segment
-        rows = self._rows(latent)
-        if segment.phase is Phase.CAPTURE:
-            rows.write(segment, latent=latent, **({} if index is None else {"index_key": index.keys}))
-            if not self.output_of_capture:
-                return q.new_zeros(*q.shape[:2], self.config.kv_lora_rank)
+        segment, rows = self.runtime.segment, self._rows(latent)
         if segment.phase is Phase.PROMPT:
             if self.is_last:
                 return latent_root(q, latent, self.config.kv_lora_rank, rows, segment)
             latent = inject_latent_gradient(latent, rows, segment)
+            if self._keeps_choice and not self.runtime.micro_batch.is_recomputed:
+                self.runtime.micro_batch.chosen[self.layer_number] = self._captured_choice(rows, len(latent))
+        if segment.phase is Phase.CAPTURE and not self.output_of_capture:
+            self._write(rows, latent, index)
+            return q.new_zeros(*q.shape[:2], self.config.kv_lora_rank)
         block_tokens = self.runtime.current_state().options.attention_block_tokens
         prompt = LatentRows(rows, segment.start, block_tokens, self.group) if segment.start else None
-        return self._sparse(q, latent, index, prompt)
+        chosen = self._chosen(index, prompt)
+        if segment.phase is Phase.CAPTURE:
+            self._write(rows, latent, index)
+        return self._sparse(q, latent, chosen, prompt)
 
-    def _sparse(self, q: Tensor, latent: Tensor, index: IndexQueries | None, prompt: LatentRows | None) -> Tensor:
+    def _sparse(self, q: Tensor, latent: Tensor, chosen: Tensor, prompt: LatentRows | None) -> Tensor:
         return sparse_attention(
             q,
             latent,
-            self._chosen(index, prompt),
+            chosen,
             prompt,
             value_width=self.config.kv_lora_rank,
             scale=self.softmax_scale,
             query_block=self.query_block,
+            sequences=self.runtime.segment.sequences(len(q)),
             attend=self.runtime.attend_of(self.layer_number),
         )
 
@@ -129,13 +131,47 @@ class PromptSparseAttention(DSAttention):
         """The positions of this micro-batch: chosen here and now, or by the layer whose choice this layer reuses."""
         chosen = self.runtime.micro_batch.chosen
         if index is not None:
-            choice = choose_positions(index, prompt, self.query_block)
+            sequences = self.runtime.segment.sequences(len(index.queries))
+            choice = choose_positions(index, prompt, self.query_block, sequences)
             if self.runtime.on_choice is not None:
                 choice = self.runtime.on_choice(self.layer_number, self.runtime.segment, index, choice)
+            if self.runtime.segment.phase in (Phase.CAPTURE, Phase.PROMPT):
+                _let_padding_choose_itself(choice, self.runtime.segment)
             chosen[self.layer_number] = choice
         if self.source_layer not in chosen:
             raise RuntimeError(f"layer {self.layer_number} reuses the index of layer {self.source_layer}: not run yet")
         return chosen[self.source_layer]
+
+    def _computes_index(self) -> bool:
+        """Whether positions are scored here and now, not where an earlier choice is taken or none is wanted."""
+        if self.indexer is None or self.runtime.micro_batch.is_recomputed:
+            return False
+        return self.runtime.segment.phase is not Phase.PROMPT or not (self.is_last or self._keeps_choice)
+
+    @property
+    def _keeps_choice(self) -> bool:
+        """Whether this layer's rows hold its choice; the last layer's is of no use to a prompt chunk's backward."""
+        return self.indexer is not None and not self.is_last and self.runtime.current_state().options.keep_choices
+
+    def _write(self, rows: OwnedRows, latent: Tensor, index: IndexQueries | None) -> None:
+        """Keeps a captured chunk's rows, of a layer that has chosen if its choice is kept."""
+        fields = {"latent": latent}
+        if index is not None:
+            fields["index_key"] = index.keys
+        if self._keeps_choice:
+            chosen = self.runtime.micro_batch.chosen[self.layer_number]
+            fields["chosen"] = pad(chosen, (0, self.index_topk - chosen.shape[1]), value=-1)
+        rows.write(self.runtime.segment, **fields)
+
+    def _captured_choice(self, rows: OwnedRows, tokens: int) -> Tensor:
+        """The choice [T, K] of this prompt chunk from its capture, put together from all owners."""
+        segment = self.runtime.segment
+        chosen = torch.full((tokens, self.index_topk), -1, dtype=torch.int32, device=rows.values["chosen"].device)
+        rows.read(segment, chosen=chosen)
+        if self.group is not None:
+            dist.all_reduce(chosen, op=dist.ReduceOp.MAX, group=self.group)
+        _let_padding_choose_itself(chosen, segment)
+        return chosen
 
     @torch.no_grad()
     def _index(self, x: Tensor, qr: Tensor) -> IndexQueries:
@@ -149,18 +185,28 @@ class PromptSparseAttention(DSAttention):
         )
 
     def _rows(self, latent: Tensor) -> OwnedRows:
-        shapes = {"latent": tuple(latent.shape[1:])}
+        constants = []
         if self.indexer is not None:
-            shapes["index_key"] = (self.config.dsa_indexer_head_dim,)
+            constants.append(Constant("index_key", (self.config.dsa_indexer_head_dim,), latent.dtype))
+        if self._keeps_choice:
+            constants.append(Constant("chosen", (self.index_topk,), torch.int32))
         return self.runtime.current_state().rows(
             self.layer_number,
-            shapes=shapes,
+            shapes={"latent": tuple(latent.shape[1:])},
             owner_rank=0 if self.group is None else self.group.rank(),
             owners=self.owners,
             dtype=latent.dtype,
             device=latent.device,
-            constants=("index_key",),
+            constants=constants,
         )
+
+
+def _let_padding_choose_itself(chosen: Tensor, segment: Segment) -> None:
+    """Makes rows of padding choose their own position alone, in place: no choice of theirs is kept, and a prompt chunk
+    should flow through the experts with the same padding, and so with the same rounding, whenever it does."""
+    padding = chosen[segment.length :]
+    padding.fill_(-1)
+    padding[:, 0] = torch.arange(segment.end, segment.start + len(chosen), device=chosen.device)
 
 
 def latent_attention(

@@ -1,0 +1,124 @@
+"""GLM-5.2's choices of positions: prompt backward takes those of capture, bit for bit, whoever owns their rows.
+
+What this does not exercise: NCCL.
+"""
+
+from collections import Counter, defaultdict
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_longstraw.config import RunConfig
+from megatron_longstraw.rollouts import RolloutGroup
+from tests.exactness import rank_device, with_schedule
+from tests.glm52 import glm_groups, tiny_glm
+from tests.ranks import Layout, Ranks
+
+LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, ep=2)]
+TOPK = 8
+STARTS = {0: 7, 7: 7, 14: 7, 21: 4}
+"""Start of each prompt chunk of `_group` -> its tokens; on two ranks each of 7 is padded by one."""
+
+
+def _group() -> list[RolloutGroup]:
+    """A prompt of which 25 tokens are captured, and two responses."""
+    return glm_groups()[2:]
+
+
+def _uneven(layout: Layout, **schedule: Any) -> RunConfig:
+    return with_schedule(tiny_glm(layout), prompt_chunk_tokens=7, **schedule)
+
+
+def _observe(run: RunConfig, groups: list[RolloutGroup]) -> dict[str, Any]:
+    """One pass of ours: how often positions are chosen in each phase, the positions that each layer's attention takes
+    (by phase, then by layer and start; "again" are recomputed layers), what comes out, and bytes."""
+    from megatron_longstraw.compare import run_schedule
+    from megatron_longstraw.models import mla
+    from megatron_longstraw.trainer import build_ddp_model, unwrapped
+
+    model = build_ddp_model(run)
+    runtime = unwrapped(model)[0].runtime
+    choose, attend = mla.choose_positions, mla.PromptSparseAttention._sparse
+    counts: Counter[str] = Counter()
+    taken: dict[str, dict[tuple[int, int], list[list[int]]]] = defaultdict(dict)
+
+    def count(*args: Any) -> Tensor:
+        counts[runtime.segment.phase.value] += 1
+        return choose(*args)
+
+    def note(self: Any, q: Tensor, latent: Tensor, chosen: Tensor, prompt: Any) -> Tensor:
+        phase = "again" if runtime.micro_batch.is_recomputed else runtime.segment.phase.value
+        taken[phase][self.layer_number, runtime.segment.start] = chosen.tolist()
+        return attend(self, q, latent, chosen, prompt)
+
+    with patch.object(mla, "choose_positions", count), patch.object(mla.PromptSparseAttention, "_sparse", note):
+        result = run_schedule("longstraw", model, groups, run, rank_device())
+    return {
+        "counts": dict(counts),
+        "taken": dict(taken),
+        "outputs": [result.loss, *(report["log_probs"] for report in result.reports)],
+        "gradients": result.gradients,
+        "bytes": result.state_bytes,
+        "peak": result.peak_bytes,
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_keeping_choices_changes_no_bit(ranks: Ranks, layout: Layout) -> None:
+    kept, anew = (ranks.run(layout, _observe, _uneven(layout, keep_choices=k), glm_groups()) for k in (True, False))
+    for a, b in zip(kept, anew, strict=True):
+        assert any(gradient.any() for gradient in b["gradients"].values())
+        for part in ("outputs", "gradients"):
+            torch.testing.assert_close(a[part], b[part], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_prompt_backward_takes_what_capture_chose(ranks: Ranks, layout: Layout) -> None:
+    """Layers that reuse a choice and recomputed ones, too; a row of padding chooses itself alone."""
+    for result in ranks.run(layout, _observe, _uneven(layout), _group()):
+        captured, prompt, again = (result["taken"][phase] for phase in ("capture", "prompt", "again"))
+        assert prompt == {key: chosen for key, chosen in again.items() if key[1] in STARTS}
+        assert prompt.keys() == {key for key in captured if key[0] < 5}  # the last layer has no attention here
+        assert {start for _, start in prompt} == STARTS.keys()
+        for (layer, start), chosen in prompt.items():
+            tokens = STARTS[start]
+            assert len(chosen) == tokens + tokens % layout.tp
+            want = [row + [-1] * (TOPK - len(row)) for row in captured[layer, start][:tokens]]
+            padding = [[start + t] + [-1] * (TOPK - 1) for t in range(tokens, len(chosen))]
+            assert chosen == want + padding, (layer, start)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["keep", "anew"])
+@pytest.mark.parametrize("layers", [5, 7], ids=["last_reuses", "last_computes"])
+def test_prompt_backward_chooses_nothing(ranks: Ranks, keep: bool, layers: int) -> None:
+    """Of seven layers the last one computes an index; its choice for prompt tokens is of no use, and never made."""
+    transformer = {"num_layers": layers, "moe_layer_freq": [0] * (layers - 1) + [1]}
+    run = with_schedule(tiny_glm(Layout(), **transformer), prompt_chunk_tokens=7, keep_choices=keep)
+    (result,) = ranks.run(Layout(), _observe, run, _group())
+    computing = {5: 3, 7: 4}[layers]
+    counts = {"capture": len(STARTS) * computing, "response": 2 * computing}
+    assert result["counts"] == (counts if keep else {**counts, "prompt": len(STARTS) * 3})
+    choices = 3 * TOPK * 4 if keep else 0
+    assert result["bytes"] == 25 * (8 * (layers * 24 + computing * 12) + choices)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("gradient", ["exact", "detached"])
+def test_state_bytes_are_those_of_the_formula(ranks: Ranks, layout: Layout, gradient: str) -> None:
+    """Float64 latents of 24 and index keys of 12, on 3 of 5 layers; 8 positions in int32 for each of these 3."""
+    results = ranks.run(layout, _observe, _uneven(layout, prompt_gradient=gradient), _group())
+    stages = [(5, 3)] if layout.pp == 1 else [(2, 2), (3, 1)]  # layers, and those of them that compute an index
+    owned = [sum(p // 5 % layout.tp == rank for p in range(25)) for rank in range(layout.tp)]
+    choices = TOPK * 4 if gradient == "exact" else 0
+    want = [rows * (8 * 24 * n + (8 * 12 + choices) * computing) for n, computing in stages for rows in owned]
+    assert [result["bytes"] for result in results] == want
+
+
+def test_choices_cost_their_bytes_and_no_more(ranks: Ranks) -> None:
+    """At the peak, in the prompt backward: 64 positions in int32 of 66 tokens on 3 layers."""
+    runs = [with_schedule(tiny_glm(Layout(), dsa_indexer_topk=64), keep_choices=keep) for keep in (True, False)]
+    kept, anew = (ranks.run(Layout(), _observe, run, glm_groups())[0]["peak"] for run in runs)
+    assert kept - anew == 66 * 3 * 64 * 4
