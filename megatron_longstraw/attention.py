@@ -121,12 +121,11 @@ class _PromptAttention(torch.autograd.Function):
     def backward(ctx, dout_THD):  # type: ignore[no-untyped-def]
         q_THD, k_TKD, v_TKD, out, lse = ctx.saved_tensors
         q, k, v, dout = (_heads_first(x) for x in (q_THD, k_TKD, v_TKD, dout_THD))
-        dq, dk, dv = _cat(
-            [
-                _attend_backward(dout[:, s], q[:, s], k[:, s], v[:, s], out[:, s], lse[:, s], True, ctx.scale)
-                for s in ctx.sequences
-            ]
-        )
+
+        def backward(s: slice) -> tuple[Tensor, Tensor, Tensor]:
+            return _attend_backward(dout[:, s], q[:, s], k[:, s], v[:, s], out[:, s], lse[:, s], True, ctx.scale)
+
+        dq, dk, dv = _cat([backward(s) for s in ctx.sequences])
         if ctx.prompt is not None:
             dq = dq.to(lse.dtype) + _attend_prompt_backward(dout, q, out, lse, ctx.prompt, ctx.scale)
         return *(x.transpose(0, 1).to(q.dtype) for x in (dq, dk, dv)), None, None, None, None
@@ -215,6 +214,7 @@ def _attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of one set of keys, from the out and lse over all sets."""
+    lse = lse.contiguous()  # CUDA's flash attention takes strides of all but this
     tensors = [x[None] for x in (dout, q, k, v, out, lse)]
     if q.device.type == "cpu":
         gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, causal, scale=scale)

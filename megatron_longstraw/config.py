@@ -145,6 +145,8 @@ class ScheduleConfig:
     """Tokens whose [tokens, vocabulary] logits exist at once."""
 
     def __post_init__(self) -> None:
+        for name, hint in typing.get_type_hints(type(self)).items():  # made by hand, it has passed no reader
+            _typed(f"schedule.{name}", getattr(self, name), hint)
         for name in (
             "prompt_chunk_tokens",
             "page_tokens",

@@ -56,12 +56,17 @@ def get_forward_backward_func(
         ConfigError: schedule_pg_collection has other groups, or an option is not for a host's forward step; names it.
     """
     check_process_groups(schedule_pg_collection, "schedule_pg_collection")
+    check_options(options)
+    return functools.partial(forward_backward_samples, options=options, observer=observer)
+
+
+def check_options(options: ScheduleConfig) -> None:
+    """Raises ConfigError for options that don't work behind a host's forward step; names one."""
     if options.pack_tokens:
         raise ConfigError(
             f"schedule.pack_tokens={options.pack_tokens} is not supported: needs 0, as a host's forward step takes one "
             "sample a micro-batch"
         )
-    return functools.partial(forward_backward_samples, options=options, observer=observer)
 
 
 def forward_backward_samples(

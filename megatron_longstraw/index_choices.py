@@ -34,8 +34,8 @@ class IndexChoices:
     def __init__(self) -> None:
         self.queries = self.different = 0
         self.largest_gap = 0.0
-        self._prompt: dict[int, list[np.ndarray]] = defaultdict(list)
-        self._sequences: dict[int, list[list[np.ndarray]]] = defaultdict(list)
+        self._prompt: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)
+        self._sequences: dict[int, list[list[tuple[int, np.ndarray]]]] = defaultdict(list)
 
     def record(self, layer: int, segment: Segment, index: IndexQueries, chosen: Tensor) -> Tensor:
         """Notes the choice [T, K] of a captured chunk or of responses, and returns it."""
@@ -45,32 +45,36 @@ class IndexChoices:
             if segment.start == 0:
                 self._prompt[layer] = []
             if segment.phase is Phase.CAPTURE:
-                self._prompt[layer].append(rows)
+                self._prompt[layer].append((segment.start, rows))
             else:
                 for sequence in segment.sequences(len(rows)):
-                    self._sequences[layer].append([*self._prompt[layer], rows[sequence]])
+                    self._sequences[layer].append([*self._prompt[layer], (segment.start, rows[sequence])])
         return chosen
 
     def replay(self, layer: int, segment: Segment, index: IndexQueries, chosen: Tensor) -> Tensor:
-        """For a stock sequence the choice that our schedule made for it; any other choice as it is."""
+        """For a stock sequence the choice that our schedule made for it; any other choice as it is.
+
+        A last layer whose router counts nothing chooses for responses only: for the prompt the choice is stock's own.
+        """
         if segment.phase is not Phase.PLAIN:
             return chosen
-        noted = torch.full_like(chosen, -1)  # rows of padding choose nothing
-        start = 0
-        for rows in self._sequences[layer].pop(0):
-            noted[start : start + len(rows), : rows.shape[1]] = torch.from_numpy(rows[:, : chosen.shape[1]])
-            start += len(rows)
-        self._compare(index, chosen[:start], noted[:start])
-        noted[start:] = chosen[start:]
-        return noted
+        taken = chosen.clone()
+        for start, rows in self._sequences[layer].pop(0):
+            noted = taken[start : start + len(rows)]
+            noted.fill_(-1)
+            noted[:, : rows.shape[1]] = torch.from_numpy(rows[:, : chosen.shape[1]])
+            self._compare(index, chosen, noted, start)
+        return taken
 
-    def _compare(self, index: IndexQueries, own: Tensor, noted: Tensor) -> None:
+    def _compare(self, index: IndexQueries, chosen: Tensor, noted: Tensor, start: int) -> None:
+        own = chosen[start : start + len(noted)]
         differs = (own.sort(1).values != noted.sort(1).values).any(1).nonzero()[:, 0]
         self.queries += len(own)
         self.different += len(differs)
-        for row in differs.tolist():
+        for i in differs.tolist():
+            row = start + i
             scores = index_scores(index, slice(row, row + 1), index.keys)[0]
-            exchanged = torch.tensor(sorted(_set(own[row]) ^ _set(noted[row])), device=scores.device)
+            exchanged = torch.tensor(sorted(_set(own[i]) ^ _set(noted[i])), device=scores.device)
             of_exchanged = scores[exchanged]
             gap = of_exchanged.max() - of_exchanged.min()
             largest = scores[: row + 1].abs().max()

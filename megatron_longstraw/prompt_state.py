@@ -47,7 +47,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The tokens of one micro-batch: positions ``start`` to ``start + length - 1``; padding may follow them.
+    """The tokens of one micro-batch: a sequence at positions ``start`` to ``end - 1``; padding may follow it.
 
     Responses may be packed: several sequences one behind the other, each from ``start`` on, that don't see each other.
     """
@@ -66,6 +66,8 @@ class Segment:
 
     @property
     def end(self) -> int:
+        """Behind the last position of the one sequence."""
+        assert not self.packed
         return self.start + self.length
 
     def sequences(self, tokens: int) -> list[slice]:

@@ -307,7 +307,7 @@ def _call_megatron(
             observer.on_item(item)
         runtime.begin(item.segment)
         output, loss_func = forward_step_func(iter([item]), model)
-        return output, functools.partial(_loss, loss_func if item.responses else None)
+        return output, functools.partial(_loss, loss_func, len(item.responses))
 
     reports = megatron_schedule()(
         forward_step_func=step,
@@ -322,12 +322,17 @@ def _call_megatron(
     return list(itertools.chain.from_iterable(reports))
 
 
-def _loss(loss_func: Callable[[Tensor], tuple[Tensor, Any]] | None, output: Tensor) -> tuple[Tensor, Tensor, Any]:
+def _loss(
+    loss_func: Callable[[Tensor], tuple[Tensor, Any]], responses: int, output: Tensor
+) -> tuple[Tensor, Tensor, list[Any]]:
     """What Megatron asks of a loss function: (loss, tokens to divide by: none, what to report)."""
     no_tokens = torch.zeros((), dtype=torch.int, device=output.device)
-    if loss_func is None:
+    if not responses:
         return _ZeroRoot.apply(output), no_tokens, []
     loss, reports = loss_func(output)
+    if not isinstance(reports, list) or len(reports) != responses:
+        got = f"{len(reports)}" if isinstance(reports, list) else f"a {type(reports).__name__}"
+        raise ConfigError(f"the loss function needs to return (loss, list of {responses} reports): got {got}")
     return loss, no_tokens, reports
 
 

@@ -1,5 +1,8 @@
 """Attention over owned rows against dense attention: outputs and all gradients, also over ranks that share rows."""
 
+import types
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -43,6 +46,39 @@ def _captured(k: Tensor, v: Tensor, prompt: int, pages: Pages) -> OwnedRows:
 
 def _close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("prompt", [0, 20])
+def test_packed_sequences_attend_as_each_alone(prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each hands the kernel a log-sum-exp of its own: CUDA's flash attention reads one as contiguous."""
+    aten = torch.ops.aten
+
+    def backward(*arguments: Any, **options: Any) -> Any:
+        assert arguments[5].is_contiguous()
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*arguments, **options)
+
+    kernels = types.SimpleNamespace(
+        _scaled_dot_product_flash_attention_for_cpu=aten._scaled_dot_product_flash_attention_for_cpu,
+        _scaled_dot_product_flash_attention_for_cpu_backward=backward,
+    )
+    monkeypatch.setattr(attention, "_aten", kernels)
+    inputs = _inputs(prompt, 12, 6, 2, torch.float64)
+    packed = [slice(0, 5), slice(5, 6), slice(6, 12)]
+
+    def run(tokens: slice, sequences: list[slice] | None) -> list[Tensor]:
+        q, dout = (inputs[i][tokens].clone().requires_grad_() for i in (0, 3))
+        k, v = (x[prompt:][tokens].clone().requires_grad_() for x in inputs[1:3])
+        rows = _captured(inputs[1], inputs[2], prompt, Pages(4, 0, 1))
+        out = prompt_attention(q, k, v, PromptRows(rows, prompt, 7, None), SCALE, sequences)
+        out.backward(dout)
+        return [out, q.grad, k.grad, v.grad, *rows.gradients.values()]
+
+    together = run(slice(0, 12), packed)
+    alone = [run(sequence, None) for sequence in packed]
+    for one, *parts in zip(together[:4], *(part[:4] for part in alone), strict=True):
+        _close(one, torch.cat(parts), torch.float64)
+    for one, *parts in zip(together[4:], *(part[4:] for part in alone), strict=True):
+        _close(one, sum(parts), torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

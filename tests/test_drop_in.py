@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_longstraw import drop_in
-from megatron_longstraw.config import ConfigError
+from megatron_longstraw.config import ConfigError, ScheduleConfig
 from megatron_longstraw.distributed import PeerError
 from megatron_longstraw.prompt_state import Phase, Segment
 from megatron_longstraw.samples import group_samples, read_sample
@@ -459,6 +459,8 @@ def test_install_replaces_the_name_where_hosts_have_it(monkeypatch: pytest.Monke
         megatron.install(modules=["my_host", "no_such_host"])
     with pytest.raises(ConfigError, match="bare_host has no get_forward_backward_func"):
         megatron.install(modules=["my_host", "bare_host"])
+    with pytest.raises(ConfigError, match=r"schedule.pack_tokens=64 is not supported: needs 0"):
+        megatron.install(ScheduleConfig(pack_tokens=64), modules=["my_host"])
     assert mine.get_forward_backward_func is stock
 
 

@@ -70,9 +70,11 @@ def test_other_dispatcher(ranks: Ranks, one_rank: list[dict[str, Any]]) -> None:
     check_same(join([r["steps"][1]["ours"] for r in results]), want)
 
 
-def test_last_layer_may_compute_an_index(ranks: Ranks) -> None:
-    """Of seven layers the last one does, and is the only one with experts; its router counts prompt tokens too."""
-    run = tiny_glm(Layout(), num_layers=7, moe_layer_freq=[0] * 6 + [1])
+@pytest.mark.parametrize("rate", [1e-3, 0.0])
+def test_last_layer_may_compute_an_index(ranks: Ranks, rate: float) -> None:
+    """Of seven layers the last one does, and is the only one with experts; its router counts prompt tokens too, unless
+    biases stay as they are: then it chooses for responses only."""
+    run = tiny_glm(Layout(), num_layers=7, moe_layer_freq=[0] * 6 + [1], moe_router_bias_update_rate=rate)
     check_steps(ranks.run(Layout(), two_steps, run, glm_groups()))
 
 

@@ -69,15 +69,23 @@ def test_variants(cuda_ranks: Ranks, dtype: str) -> None:
     _check(cuda_ranks, with_schedule(_run(dtype), recompute=False))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_responses(cuda_ranks: Ranks, dtype: str) -> None:
+    """Flash attention's backward reads the log-sum-exp of one sequence of several heads."""
+    _check(cuda_ranks, with_schedule(_run(dtype), pack_tokens=20))
+
+
 def test_float64_kernels(cuda_ranks: Ranks) -> None:
     _check(cuda_ranks, tiny_run(Layout(), dtype="float64"))
 
 
+@pytest.mark.parametrize("pack_tokens", [0, 20])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_glm52(cuda_ranks: Ranks, dtype: str) -> None:
+def test_glm52(cuda_ranks: Ranks, dtype: str, pack_tokens: int) -> None:
     # rounded to bfloat16, a few tokens' router scores are ties, which go either way: there every expert takes part
     experts = {"moe_router_topk": 8} if dtype == "bfloat16" else {}
-    (result,) = cuda_ranks.run(Layout(), two_steps, tiny_glm(Layout(), dtype, **experts), glm_groups())
+    run = with_schedule(tiny_glm(Layout(), dtype, **experts), pack_tokens=pack_tokens)
+    (result,) = cuda_ranks.run(Layout(), two_steps, run, glm_groups())
     for step in result["steps"]:
         assert step["comparison"]["passed"], step["comparison"]
         assert step["index_choices"]["largest_gap"] <= GATES[dtype].tie, step["index_choices"]
@@ -89,15 +97,17 @@ def _has_flash_linear_attention() -> bool:
     return common.HAVE_FLA
 
 
+@pytest.mark.parametrize("pack_tokens", [0, 80])
 @pytest.mark.parametrize(
     "dtype, kernels",
     [("float32", "torch"), ("float64", "torch"), ("bfloat16", "torch"), ("bfloat16", "flash-linear-attention")],
 )
-def test_qwen36(cuda_ranks: Ranks, dtype: str, kernels: str) -> None:
+def test_qwen36(cuda_ranks: Ranks, dtype: str, kernels: str, pack_tokens: int) -> None:
     if kernels == "flash-linear-attention" and not _has_flash_linear_attention():
         pytest.skip("flash-linear-attention is not installed")
     heads = {"kv_channels": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
-    run = qwen_run(Layout(), dtype, transformer={**heads, "deterministic_mode": kernels == "torch"})
+    transformer = {**heads, "deterministic_mode": kernels == "torch"}
+    run = qwen_run(Layout(), dtype, transformer=transformer, pack_tokens=pack_tokens)
     g = np.random.default_rng(0)
     groups = [
         group("a", 101, response(g, 5), response(g, 1), response(g, 70)),

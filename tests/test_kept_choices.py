@@ -117,6 +117,19 @@ def test_state_bytes_are_those_of_the_formula(ranks: Ranks, layout: Layout, grad
     assert [result["bytes"] for result in results] == want
 
 
+def test_choices_are_no_wider_than_the_prompt(ranks: Ranks) -> None:
+    """64 positions are more than the 25 that there are; on two ranks each chunk of 7 is padded by one."""
+    layout = Layout(tp=2)
+    runs = [
+        with_schedule(tiny_glm(layout, dsa_indexer_topk=64), prompt_chunk_tokens=7, keep_choices=keep)
+        for keep in (True, False)
+    ]
+    for kept, anew in zip(*(ranks.run(layout, _observe, run, _group()) for run in runs), strict=True):
+        torch.testing.assert_close(kept["gradients"], anew["gradients"], rtol=0, atol=0)
+        rows = anew["bytes"] // (8 * (5 * 24 + 3 * 12))
+        assert kept["bytes"] - anew["bytes"] == rows * 3 * 25 * 4
+
+
 def test_choices_cost_their_bytes_and_no_more(ranks: Ranks) -> None:
     """At the peak, in the prompt backward: 64 positions in int32 of 66 tokens on 3 layers."""
     runs = [with_schedule(tiny_glm(Layout(), dsa_indexer_topk=64), keep_choices=keep) for keep in (True, False)]

@@ -4,12 +4,13 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from megatron_longstraw.config import ConfigError, RunConfig
+from megatron_longstraw.work import WorkItem
 from tests.exactness import (
     LAYOUTS,
     LOG_PROBS,
@@ -215,6 +216,67 @@ def _forward_only() -> list[float]:
 def test_forward_only_scores_without_gradients(ranks: Ranks) -> None:
     for differences in ranks.run(Layout(tp=2), _forward_only):
         assert differences and max(differences) == 0
+
+
+def _micro_batches(pack_tokens: int) -> tuple[list[tuple[str, tuple[int, ...]]], int]:
+    """(phase, responses) of each micro-batch of one group, and how many reports there are."""
+    from megatron_longstraw.schedule import forward_backward
+    from megatron_longstraw.trainer import build_ddp_model, grpo_forward_step, prompt_groups
+
+    class Notes:
+        seen: ClassVar[list[tuple[str, tuple[int, ...]]]] = []
+
+        def on_item(self, item: WorkItem) -> None:
+            self.seen.append((item.segment.phase.value, item.responses))
+
+        def on_group_end(self, state: Any) -> None: ...
+
+    run = with_schedule(tiny_run(Layout()), pack_tokens=pack_tokens)
+    reports = forward_backward(
+        forward_step_func=grpo_forward_step(run),
+        data_iterator=iter(prompt_groups(edge_groups()[:1], run, torch.device("cpu"))),
+        model=build_ddp_model(run),
+        num_microbatches=1,
+        options=run.schedule,
+        observer=Notes(),
+    )
+    return Notes.seen, len(reports)
+
+
+@pytest.mark.parametrize(("pack_tokens", "packs"), [(0, [(0,), (1,), (3,)]), (6, [(0, 1), (3,)]), (99, [(0, 1, 3)])])
+def test_responses_are_packed_as_the_setting_says(ranks: Ranks, pack_tokens: int, packs: list[tuple[int, ...]]) -> None:
+    """Four prompt chunks; responses of 5, 1, 0 and 17 tokens."""
+    ((seen, reports),) = ranks.run(Layout(), _micro_batches, pack_tokens)
+    assert seen == [("capture", ())] * 4 + [("response", pack) for pack in packs] + [("prompt", ())] * 4
+    assert reports == 3
+
+
+def _loss_functions(returned: list[Any]) -> list[str]:
+    """What is said of loss functions that return these reports for a pack of two responses."""
+    from megatron_longstraw.schedule import forward_backward
+    from megatron_longstraw.trainer import build_ddp_model, grpo_forward_step, prompt_groups
+
+    run = with_schedule(tiny_run(Layout()), pack_tokens=6)
+    model, inner = build_ddp_model(run), grpo_forward_step(run)
+    said = []
+    for reports in returned:
+
+        def step(items: Any, chunk: Any, reports: Any = reports) -> Any:
+            output, loss_func = inner(items, chunk)
+            return output, lambda x: (loss_func(x)[0], reports)
+
+        groups = iter(prompt_groups(edge_groups()[:1], run, torch.device("cpu")))
+        arguments = {"data_iterator": groups, "model": model, "num_microbatches": 1, "options": run.schedule}
+        with pytest.raises(ConfigError) as error:
+            forward_backward(forward_step_func=step, **arguments)
+        said.append(str(error.value))
+    return said
+
+
+def test_a_loss_function_reports_each_response(ranks: Ranks) -> None:
+    (said,) = ranks.run(Layout(), _loss_functions, [{"loss": 1.0}, [1.0], torch.zeros(())])
+    wanted = "the loss function needs to return (loss, list of 2 reports): got"
+    assert said == [f"{wanted} a dict", f"{wanted} 1", f"{wanted} a Tensor"]
 
 
 def _refuse(setting: str, value: Any) -> str:

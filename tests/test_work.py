@@ -66,5 +66,10 @@ def test_stock_sequences_are_not_packed() -> None:
 def test_pack_tokens_is_checked() -> None:
     with pytest.raises(ConfigError, match=r"schedule.pack_tokens=-1.*>= 0"):
         ScheduleConfig(pack_tokens=-1)
+    for value, needed in ((None, "an integer"), ("64", "an integer"), (1.5, "an integer"), (True, "an integer")):
+        with pytest.raises(ConfigError, match=f"schedule.pack_tokens={value!r}: needs {needed}"):
+            ScheduleConfig(pack_tokens=value)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"schedule.keep_choices='false': needs true"):
+        ScheduleConfig(keep_choices="false")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"schedule.pack_tokens=64 is not supported: needs 0, as a host's forward"):
         get_forward_backward_func(options=ScheduleConfig(pack_tokens=64))

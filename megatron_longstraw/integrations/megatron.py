@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_longstraw.config import ConfigError, ScheduleConfig
-from megatron_longstraw.drop_in import get_forward_backward_func
+from megatron_longstraw.drop_in import check_options, get_forward_backward_func
 from megatron_longstraw.hooks import TESTED_VERSIONS
 from megatron_longstraw.models.adopt import adopt
 
@@ -50,10 +50,13 @@ def install(options: ScheduleConfig | None = None, modules: Iterable[str] | None
         The modules that were changed.
 
     Raises:
-        ConfigError: Megatron-Core is of a version that isn't tested, or there is no module to change, or one is
+        ConfigError: Megatron-Core is of a version that isn't tested, or an option doesn't work here (names it), or
+            there is no module to change, or one is
             Megatron-Core's or this package's, can't be imported, or does not have the name. Nothing is changed then.
     """
     check_version()
+    options = options or ScheduleConfig()
+    check_options(options)
     names = [name for name in HOSTS if name in sys.modules] if modules is None else list(modules)
     if not names:
         raise ConfigError(f"none of {', '.join(HOSTS)} is imported: import the host first, or name its modules")
@@ -66,7 +69,7 @@ def install(options: ScheduleConfig | None = None, modules: Iterable[str] | None
             raise ConfigError(f"{name} can't be imported: {error}; needs modules of the host") from error
         if not hasattr(module, _NAME):
             raise ConfigError(f"{name} has no {_NAME} to replace: is it another version of the host?")
-    ours = functools.partial(get_forward_backward_func, options=options or ScheduleConfig())
+    ours = functools.partial(get_forward_backward_func, options=options)
     for name in names:
         _replaced.setdefault(name, getattr(sys.modules[name], _NAME))
         setattr(sys.modules[name], _NAME, ours)

@@ -153,6 +153,11 @@ class PromptSparseAttention(DSAttention):
         """Whether this layer's rows hold its choice; the last layer's is of no use to a prompt chunk's backward."""
         return self.indexer is not None and not self.is_last and self.runtime.current_state().options.keep_choices
 
+    @property
+    def _choice_width(self) -> int:
+        """As many positions as a prompt token may choose; cuts off what only padding behind the prompt could."""
+        return min(self.index_topk, self.runtime.current_state().length)
+
     def _write(self, rows: OwnedRows, latent: Tensor, index: IndexQueries | None) -> None:
         """Keeps a captured chunk's rows, of a layer that has chosen if its choice is kept."""
         fields = {"latent": latent}
@@ -160,13 +165,13 @@ class PromptSparseAttention(DSAttention):
             fields["index_key"] = index.keys
         if self._keeps_choice:
             chosen = self.runtime.micro_batch.chosen[self.layer_number]
-            fields["chosen"] = pad(chosen, (0, self.index_topk - chosen.shape[1]), value=-1)
+            fields["chosen"] = pad(chosen, (0, self._choice_width - chosen.shape[1]), value=-1)
         rows.write(self.runtime.segment, **fields)
 
     def _captured_choice(self, rows: OwnedRows, tokens: int) -> Tensor:
         """The choice [T, K] of this prompt chunk from its capture, put together from all owners."""
         segment = self.runtime.segment
-        chosen = torch.full((tokens, self.index_topk), -1, dtype=torch.int32, device=rows.values["chosen"].device)
+        chosen = torch.full((tokens, self._choice_width), -1, dtype=torch.int32, device=rows.values["chosen"].device)
         rows.read(segment, chosen=chosen)
         if self.group is not None:
             dist.all_reduce(chosen, op=dist.ReduceOp.MAX, group=self.group)
@@ -189,7 +194,7 @@ class PromptSparseAttention(DSAttention):
         if self.indexer is not None:
             constants.append(Constant("index_key", (self.config.dsa_indexer_head_dim,), latent.dtype))
         if self._keeps_choice:
-            constants.append(Constant("chosen", (self.index_topk,), torch.int32))
+            constants.append(Constant("chosen", (self._choice_width,), torch.int32))
         return self.runtime.current_state().rows(
             self.layer_number,
             shapes={"latent": tuple(latent.shape[1:])},
