@@ -98,7 +98,8 @@ def forward_backward(
         On the last pipeline stage the reports of all non-empty responses, in order; elsewhere an empty list.
 
     Raises:
-        ConfigError: the model's Megatron settings don't allow it; names the setting.
+        ConfigError: the model's Megatron settings don't allow it (names the setting), or a loss function returns no
+            list with a report for each response.
     """
     if collect_non_loss_data:
         raise ConfigError("collect_non_loss_data=True is not supported: reports come from the loss function")

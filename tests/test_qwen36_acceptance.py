@@ -44,6 +44,7 @@ def _run(layout: Layout, dtype: str) -> Any:
         attention_block_tokens=4096,
         log_prob_block_tokens=1024,
         boundary_interval=2,
+        pack_tokens=2048 if dtype == "float64" else 0,
     )
 
 
