@@ -21,9 +21,8 @@ LAYOUTS = [
     Layout(tp=2),
     Layout(pp=2),
     Layout(dp=2, ep=2),  # experts across data-parallel ranks: micro-batches in step
-    Layout(tp=4, ep=4),
     Layout(tp=2, pp=2, ep=2),
-    pytest.param(Layout(tp=2, dp=2, ep=4), marks=pytest.mark.slow),
+    *(pytest.param(x, marks=pytest.mark.slow) for x in (Layout(tp=4, ep=4), Layout(tp=2, dp=2, ep=4))),
 ]
 
 

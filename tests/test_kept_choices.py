@@ -66,7 +66,11 @@ def _observe(run: RunConfig, groups: list[RolloutGroup]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(pp=2), Layout(tp=2, ep=2), *(pytest.param(x, marks=pytest.mark.slow) for x in (Layout(), Layout(tp=2)))],
+    ids=str,
+)
 def test_keeping_choices_changes_no_bit(ranks: Ranks, layout: Layout) -> None:
     kept, anew = (ranks.run(layout, _observe, _uneven(layout, keep_choices=k), glm_groups()) for k in (True, False))
     for a, b in zip(kept, anew, strict=True):

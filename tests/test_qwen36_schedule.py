@@ -130,7 +130,7 @@ def test_last_layer_may_be_recurrent(ranks: Ranks, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(), Layout(tp=2), pytest.param(Layout(pp=2), marks=pytest.mark.slow)], ids=str
+    "layout", [Layout(tp=2), *(pytest.param(x, marks=pytest.mark.slow) for x in (Layout(), Layout(pp=2)))], ids=str
 )
 def test_packing_responses_changes_nothing(ranks: Ranks, one_rank: Any, layout: Layout) -> None:
     """Each of the packed responses starts from the prompt's state, and its gradients all come to it."""
