@@ -19,6 +19,8 @@ from megatron_longstraw.config import ConfigError, ScheduleConfig
 from megatron_longstraw.distributed import check_process_groups, together
 from megatron_longstraw.samples import Sample, group_samples, micro_batch, read_sample
 from megatron_longstraw.schedule import (
+    ForwardStep,
+    LossFunction,
     Observer,
     check_model,
     forward_backward,
@@ -248,7 +250,7 @@ class _HostLosses:
         self.num_microbatches, self.per_token = num_microbatches, per_token
         self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
 
-    def scaled(self, loss_func: Callable[[Tensor], Any]) -> Callable[[Tensor], tuple[Tensor, list[Any]]]:
+    def scaled(self, loss_func: Callable[[Tensor], Any]) -> LossFunction:
         """The loss function as the schedule wants it: (loss, reports), with losses to be summed."""
 
         def call(output: Tensor) -> tuple[Tensor, list[Any]]:
@@ -270,13 +272,11 @@ class _HostLosses:
         return call
 
 
-def _forward_step(
-    forward_step_func: Callable[..., Any], losses: _HostLosses, idle: Sample
-) -> Callable[[Iterator[WorkItem], Any], tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]]:
+def _forward_step(forward_step_func: Callable[..., Any], losses: _HostLosses, idle: Sample) -> ForwardStep:
     """The host's forward step, on work items."""
     from megatron.core.utils import get_attr_wrapped_model
 
-    def step(items: Iterator[WorkItem], model: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]:
+    def step(items: Iterator[WorkItem], model: Any) -> tuple[Tensor, LossFunction]:
         batches = iter([micro_batch(next(items), idle)])
         output, loss_func = forward_step_func(batches, model)
         # a stage between the first and the last needs nothing of a batch

@@ -39,7 +39,8 @@ from megatron_longstraw.config import ConfigError, ScheduleConfig, check_transfo
 from megatron_longstraw.prompt_state import Phase, PromptState, Runtime, StateOptions
 from megatron_longstraw.work import PromptGroup, WorkItem
 
-ForwardStep = Callable[[Iterator[WorkItem], Any], tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]]
+LossFunction = Callable[[Tensor], tuple[Tensor, list[Any]]]
+ForwardStep = Callable[[Iterator[WorkItem], Any], tuple[Tensor, LossFunction]]
 """Takes the next work item, runs the model on it; returns its output and a function from the output to the
 share that the item's responses have in the loss (shares are summed, never averaged) and one report for each."""
 
@@ -323,9 +324,7 @@ def _call_megatron(
     return list(itertools.chain.from_iterable(reports))
 
 
-def _loss(
-    loss_func: Callable[[Tensor], tuple[Tensor, Any]], responses: int, output: Tensor
-) -> tuple[Tensor, Tensor, list[Any]]:
+def _loss(loss_func: LossFunction, responses: int, output: Tensor) -> tuple[Tensor, Tensor, list[Any]]:
     """What Megatron asks of a loss function: (loss, tokens to divide by: none, what to report)."""
     no_tokens = torch.zeros((), dtype=torch.int, device=output.device)
     if not responses:

@@ -190,6 +190,13 @@ def check_same(got: dict[str, Tensor], want: dict[str, Tensor], dtype: str = "fl
         assert apart <= gate.relative * want[name].norm() + gate.floor * whole, (name, apart)
 
 
+def check_ours(got: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
+    """Ours of a run of `two_steps` in float64: stock's gradients on one rank, in both steps."""
+    for step in (0, 1):
+        want = join([result["steps"][step]["stock"] for result in alone])
+        check_same(join([result["steps"][step]["ours"] for result in got]), want)
+
+
 def check_equal(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
     """Ours of two runs of `two_steps`: the same bits on every rank, in both steps."""
     for rank, step in itertools.product(range(len(want)), (0, 1)):

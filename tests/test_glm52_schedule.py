@@ -13,7 +13,16 @@ from torch import Tensor
 
 from megatron_longstraw.config import ConfigError, ParallelConfig, RunConfig, load_config
 from megatron_longstraw.rollouts import RolloutGroup
-from tests.exactness import check_equal, check_same, check_steps, join, rank_device, two_steps, with_schedule
+from tests.exactness import (
+    check_equal,
+    check_ours,
+    check_same,
+    check_steps,
+    join,
+    rank_device,
+    two_steps,
+    with_schedule,
+)
 from tests.glm52 import TINY_GLM, glm_groups, tiny_glm
 from tests.ranks import Layout, Ranks
 
@@ -107,9 +116,7 @@ def test_packing_responses_changes_nothing(ranks: Ranks, one_rank: list[dict[str
     run = with_schedule(tiny_glm(layout), pack_tokens=16, query_block_tokens=7)
     results = ranks.run(layout, two_steps, run, glm_groups())
     check_steps(results)
-    for step in (0, 1):
-        want = join([r["steps"][step]["stock"] for r in one_rank])
-        check_same(join([r["steps"][step]["ours"] for r in results]), want)
+    check_ours(results, one_rank)
 
 
 def test_idle_work_of_the_stock_side_is_recomputed_with_the_rest(ranks: Ranks) -> None:

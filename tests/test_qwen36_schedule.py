@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_longstraw.rollouts import RolloutGroup
-from tests.exactness import LAYOUTS, LOG_PROBS, check_same, check_steps, edge_groups, group, join, response
+from tests.exactness import LAYOUTS, LOG_PROBS, check_ours, check_same, check_steps, edge_groups, group, join, response
 from tests.qwen36 import qwen_run, qwen_two_steps
 from tests.ranks import Layout, Ranks
 
@@ -95,9 +95,7 @@ def test_boundaries_may_be_written_again(ranks: Ranks, one_rank: Any, layout: La
     run = _run(layout, prompt_chunk_tokens=11, boundary_interval=interval)  # six prompt chunks
     results = ranks.run(layout, qwen_two_steps, run, few_groups())
     check_steps(results)
-    for step in (0, 1):
-        want = join([r["steps"][step]["stock"] for r in one_rank("float64", Layout())])
-        check_same(join([r["steps"][step]["ours"] for r in results]), want, "float64")
+    check_ours(results, one_rank("float64", Layout()))
 
 
 @pytest.mark.slow
@@ -136,9 +134,7 @@ def test_packing_responses_changes_nothing(ranks: Ranks, one_rank: Any, layout: 
     """Each of the packed responses starts from the prompt's state, and its gradients all come to it."""
     results = ranks.run(layout, qwen_two_steps, _run(layout, pack_tokens=8), few_groups())
     check_steps(results)
-    for step in (0, 1):
-        want = join([r["steps"][step]["stock"] for r in one_rank("float64", Layout())])
-        check_same(join([r["steps"][step]["ours"] for r in results]), want, "float64")
+    check_ours(results, one_rank("float64", Layout()))
 
 
 def test_without_recomputation(ranks: Ranks) -> None:
