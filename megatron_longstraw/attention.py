@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_longstraw.partial_attention import gather_heads, merge, merge_owners, scatter_heads, statistics_dtype
+from megatron_longstraw.partial_attention import gather, merge, merge_owners, scatter_heads, statistics_dtype
 from megatron_longstraw.prompt_state import Attend, OwnedRows, Segment, attend_anew
 
 _aten = torch.ops.aten
@@ -68,7 +68,7 @@ def prompt_attention(
             gradients to `prompt.rows` itself.
         scale: softmax scale.
         sequences: where each sequence lies among the tokens; by default there is one.
-        attend: gives the output and log-sum-exp of this very attention; see `Runtime.attend_of`.
+        attend: gives what this very attention computes; see `Runtime.attend_of`.
 
     Returns:
         [T, H, D] in the dtype of the queries.
@@ -162,8 +162,8 @@ def _attend_prompt(q_HTD: Tensor, prompt: PromptRows, scale: float) -> tuple[Ten
     """Merged (out, lse) of this rank's heads over the prompt's rows of all owners."""
     if prompt.group is None:
         return _attend_own_rows(q_HTD, prompt, scale)
-    of_own_rows = _attend_own_rows(gather_heads(q_HTD, prompt.group, 0), prompt, scale)
-    return merge_owners(*of_own_rows, prompt.group, 0)
+    of_own_rows = _attend_own_rows(gather(q_HTD, prompt.group), prompt, scale)
+    return merge_owners(*of_own_rows, prompt.group)
 
 
 def _attend_own_rows(q_HTD: Tensor, prompt: PromptRows, scale: float) -> tuple[Tensor, Tensor]:
@@ -182,15 +182,15 @@ def _attend_prompt_backward(
 ) -> Tensor:
     """Adds the rows' gradients to the rows; returns dq [H, T, D] of the prompt's part, in the dtype of lse."""
     if prompt.group is not None:
-        dout, q, out = gather_heads(torch.cat([dout, q, out], -1), prompt.group, 0).chunk(3, -1)
-        lse = gather_heads(lse, prompt.group, 0)
+        dout, q, out = gather(torch.cat([dout, q, out], -1), prompt.group).chunk(3, -1)
+        lse = gather(lse, prompt.group)
     dq = torch.zeros_like(q, dtype=lse.dtype)
     for block in prompt.rows.blocks(prompt.end, prompt.block_tokens):
         k, v = (_heads_first(prompt.rows.values[name][block]) for name in ("key", "value"))
         dq_block, dk, dv = _attend_backward(dout, q, k, v, out, lse, False, scale)
         dq += dq_block
         prompt.rows.add_gradient(prompt.end, block, key=dk.transpose(0, 1), value=dv.transpose(0, 1))
-    return dq if prompt.group is None else scatter_heads(dq, prompt.group, 0)
+    return dq if prompt.group is None else scatter_heads(dq, prompt.group)
 
 
 # -- kernels: q [H, T, D], k and v [K, S, D] -> out [H, T, D], lse [H, T]; causal needs T = S

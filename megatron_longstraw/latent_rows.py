@@ -1,7 +1,8 @@
 """The latents of a prompt as a segment reads them, and how its queries go over them: in blocks, and products of those.
 
-Shapes: of n queries in a block there are scores [n, rows] and chosen rows [n, K, D]; nothing of size [queries, prompt]
-exists. A few blocks, a *stretch*, travel in one message.
+The prompt's rows are split by pages over an owner group. Rows travel: one layer's at a time, and its index keys block
+by block. For n queries in a block there are scores [n, rows] and chosen rows [n, K, D]; nothing of size
+[queries, prompt] exists.
 """
 
 from collections.abc import Iterator
@@ -10,13 +11,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
-from megatron_longstraw.partial_attention import statistics_dtype
+from megatron_longstraw.partial_attention import gather, statistics_dtype
 from megatron_longstraw.prompt_state import OwnedRows
-
-_BLOCKS_OF_STRETCH = 4
-"""Blocks of queries that travel together. For GLM-5.2 on 8 ranks, 512 queries with 64 heads, buffers of messages take
-some 200 MiB; the rows that one block of 128 may have chosen on a rank take up to 288 MiB."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class LatentRows:
     Args:
         rows: fields "latent" [rows, D] and, on layers that compute an index, "index_key" [rows, I].
         end: positions below this are read.
-        block_tokens: index keys that are scored at once.
+        block_tokens: index keys that are scored at once, in whole pages of all owners.
         group: the owner group, or None where this rank has all rows.
     """
 
@@ -36,14 +34,62 @@ class LatentRows:
     group: dist.ProcessGroup | None
 
     @property
-    def latents(self) -> Tensor:
-        """The owned ones of the rows that are read; behind them nothing may be written yet."""
-        return self.rows.values["latent"][: self.rows.pages.owned_before(self.end)]
+    def rows_of_owner(self) -> int:
+        """Rows that each owner has among those that are read: as many as the one with the most."""
+        return self.rows.pages.most_owned_before(self.end)
 
+    @property
+    def wants_gradient(self) -> bool:
+        return bool(self.rows.gradients)
 
-def stretches(length: int, query_block: int) -> Iterator[slice]:
-    """`length` queries, a few blocks of `query_block` at a time."""
-    return blocks(slice(0, length), _BLOCKS_OF_STRETCH * query_block)
+    def index_keys(self) -> Iterator[tuple[int, Tensor]]:
+        """The index keys of all owners in order of positions: the first position of a block, and the keys [S, I]."""
+        pages = self.rows.pages
+        rounds = -(-self.rows_of_owner // pages.page_tokens)
+        for some in blocks(slice(0, rounds), max(1, self.block_tokens // (pages.page_tokens * pages.size))):
+            first = some.start * pages.page_tokens
+            keys = self._own("index_key", slice(first, some.stop * pages.page_tokens))
+            if self.group is not None:
+                keys = gather(keys, self.group).unflatten(0, (pages.size, -1, pages.page_tokens))
+                keys = keys.transpose(0, 1).flatten(0, 2)
+            start = first * pages.size
+            yield start, keys[: self.end - start]
+
+    def latents_and(self, own: Tensor) -> Tensor:
+        """[W * rows_of_owner + T, D]: the latents of all owners, one owner's behind the other's, then `own` [T, D]."""
+        each, size = self.rows_of_owner, self.rows.pages.size
+        together = own.new_empty(size * each + len(own), own.shape[1])
+        of_prompt, together[size * each :] = together[: size * each], own
+        if each and self.group is not None:
+            dist.all_gather_into_tensor(of_prompt, self._own("latent", slice(0, each)), group=self.group)
+        elif each:
+            of_prompt.copy_(self._own("latent", slice(0, each)))
+        return together
+
+    def among_all(self, positions: Tensor) -> Tensor:
+        """The rows of `latents_and` that hold positions below `end`."""
+        owners, rows = self.rows.pages.owners_and_rows(positions)
+        return owners * self.rows_of_owner + rows
+
+    def add_gradients(self, partial: Tensor) -> None:
+        """Adds to the rows' gradients what the group's ranks have of them.
+
+        Args:
+            partial: [W * rows_of_owner, D], this rank's part of the sum, in the order of `latents_and`.
+        """
+        if self.group is not None and len(partial):
+            whole = torch.empty_like(partial[: self.rows_of_owner])
+            dist.reduce_scatter_tensor(whole, partial, group=self.group)
+            partial = whole
+        owned = self.rows.pages.owned_before(self.end)
+        self.rows.add_gradient(self.end, slice(0, owned), latent=partial[:owned])
+
+    def _own(self, field: str, rows: slice) -> Tensor:
+        """Owned rows, and behind them what is not read: memory as it is, then zeros."""
+        self.rows.check_written(self.end)
+        values = self.rows.values[field][rows]
+        missing = rows.stop - rows.start - len(values)
+        return pad(values, (0, 0, 0, missing)) if missing else values
 
 
 def blocks(whole: slice, size: int) -> Iterator[slice]:

@@ -5,7 +5,7 @@ a query has no key in a set, out is 0 and lse -inf.
 
 The W ranks of an owner group each have H heads of queries, and their own part of the keys. They gather the queries of
 all heads, attend with them to their own keys, and send each rank the results of that rank's heads. Head h of rank r is
-head r * H + h of the group; `dim` says which dimension of a tensor counts heads, and may not be negative.
+head r * H + h of the group. Tensors count heads in their first dimension.
 """
 
 import math
@@ -31,46 +31,35 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out_a * (lse_a - lse).exp()[..., None] + out_b * (lse_b - lse).exp()[..., None], lse
 
 
-def merge_owners(out: Tensor, lse: Tensor, group: dist.ProcessGroup, dim: int) -> tuple[Tensor, Tensor]:
+def merge_owners(out: Tensor, lse: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Attention of this rank's heads over the keys of all owners, in one message.
 
     Args:
-        out: [..., W * H, ..., D], of all heads over this rank's own keys, in the dtype of lse.
-        lse: [..., W * H, ...].
+        out: [W * H, ..., D], of all heads over this rank's own keys, in the dtype of lse.
+        lse: [W * H, ...].
         group: the owner group.
-        dim: where heads are.
 
     Returns:
-        [..., H, ..., D] and [..., H, ...]; 0 and -inf for a query that has no key on any rank.
+        [H, ..., D] and [H, ...]; 0 and -inf for a query that has no key on any rank.
     """
-    sent = torch.cat([_by_rank(out, group, dim), _by_rank(lse, group, dim)[..., None]], -1).contiguous()
+    sent = torch.cat([out, lse[..., None]], -1)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    outs, lses = received[..., :-1], received[..., -1]
+    outs, lses = received.unflatten(0, (group.size(), -1)).split([out.shape[-1], 1], -1)
+    lses = lses[..., 0]
     total = lses.logsumexp(0)
     return outs.mul_(probabilities(lses, total)[..., None]).sum(0), total
 
 
-def gather_heads(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """[..., H, ...] of each rank -> [..., W * H, ...]."""
-    return gather(x, group).movedim(0, dim).flatten(dim, dim + 1)
-
-
-def scatter_heads(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """[..., W * H, ...] partial sums on each rank -> [..., H, ...] whole sums of this rank's heads."""
-    parts = _by_rank(x, group, dim).contiguous()
-    scattered = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(scattered, parts.flatten(0, 1), group=group)
-    return scattered
-
-
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[...] of each rank -> [W, ...]."""
-    gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    """[N, ...] of each rank -> [W * N, ...]: of heads, those of all ranks."""
+    gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
     dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
-    return gathered.unflatten(0, (group.size(), -1))
+    return gathered
 
 
-def _by_rank(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """[..., W * H, ...] -> [W, ..., H, ...]."""
-    return x.unflatten(dim, (group.size(), -1)).movedim(dim, 0)
+def scatter_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[W * H, ...] partial sums on each rank -> [H, ...] whole sums of this rank's heads."""
+    scattered = x.new_empty(len(x) // group.size(), *x.shape[1:])
+    dist.reduce_scatter_tensor(scattered, x.contiguous(), group=group)
+    return scattered

@@ -1,27 +1,27 @@
 """Which positions a token's sparse attention is to attend to (DSA): those with the best scores of an index.
 
-The prompt's index keys are split by pages over an owner group. Every rank scores its own ones, block by block, and
-keeps the best it has seen; the group's candidates and those of the token's own sequence, which every rank has, merge
-into the *global* best K. Equal scores go to the lower position, whatever blocks and owners there are.
+The prompt's index keys are split by pages over an owner group; they travel, block by block. Each rank chooses for its
+share of the tokens: it keeps the best K of the blocks that it has seen, and then of those and the token's own sequence,
+which every rank has. Equal scores go to the lower position, whatever blocks and owners there are.
 
 A segment may be several sequences behind each other, which all follow the prompt and don't see each other.
 
 Shapes: T tokens of the segment (n of a block), P positions before it, S index keys, N index heads, I their dimension,
-K chosen positions (-1 where fewer exist), W ranks of the owner group. Scores are float32, or float64 for float64.
+K chosen positions (-1 where fewer exist). Scores are float32, or float64 for float64.
 
 Sources: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1; Megatron-Core 0.19.2, experimental_attention_variant/dsa.py.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_longstraw.latent_rows import LatentRows, blocks, product, stretches
-from megatron_longstraw.partial_attention import gather, statistics_dtype
+from megatron_longstraw.latent_rows import LatentRows, blocks, product
+from megatron_longstraw.partial_attention import statistics_dtype
+from megatron_longstraw.token_shares import gather_shares, place, share_of, slice_of_share
 
 _SCORES_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
 """Scores of single index heads that exist at once: what a CPU's cache holds, what keeps a GPU busy."""
@@ -52,7 +52,7 @@ def choose_positions(
 
     Args:
         index: what scores positions.
-        prompt: the prompt's rows, or None for a segment that starts its sequence.
+        prompt: the prompt's rows, or None for a segment that starts its sequence and is not shared by ranks.
         query_block: queries in a block.
         sequences: where each sequence lies among the tokens; by default there is one.
 
@@ -60,19 +60,23 @@ def choose_positions(
         [T, K] int32 positions in ascending order where they are set, -1 elsewhere; the same on all ranks of the
         owner group. K = min(topk, P + tokens of the longest sequence).
     """
-    start = 0 if prompt is None else prompt.end
+    start, group = (0, None) if prompt is None else (prompt.end, prompt.group)
     sequences = sequences or [slice(0, len(index.queries))]
     longest = max(sequence.stop - sequence.start for sequence in sequences)
+    rank, size = place(group)
+    tokens = range(rank, len(index.queries), size)
+    mine = replace(index, queries=share_of(index.queries, group), weights=share_of(index.weights, group))
     width = min(index.topk, start + longest)
-    chosen = torch.full((len(index.queries), width), -1, dtype=torch.int32, device=index.keys.device)
-    for block, of_prompt in _candidates_of_prompt(index, prompt, query_block):
-        for queries, sequence in _parts(block, sequences):
-            here = slice(queries.start - block.start, queries.stop - block.start)
-            own = _candidates_of_sequence(index, queries, sequence, start)
-            values, positions = (torch.cat([a[here], b], 1) for a, b in zip(of_prompt, own, strict=True))
-            values, positions = _best(values, positions, index.topk)
-            chosen[queries, : positions.shape[1]] = positions.where(values > -math.inf, -1).int()
-    return chosen
+    chosen = torch.full((len(tokens), width), -1, dtype=torch.int32, device=index.keys.device)
+    of_prompt = _best_of_prompt(mine, prompt, query_block) if prompt is not None and start else None
+    for sequence in sequences:
+        for block in blocks(slice_of_share(sequence, group), query_block):
+            best = _best_of_sequence(mine, block, tokens[block], sequence, start)
+            if of_prompt is not None:
+                best = _best_of_both((of_prompt[0][block], of_prompt[1][block]), best, index.topk)
+            values, positions = best
+            chosen[block, : positions.shape[1]] = positions.where(values > -math.inf, -1)
+    return gather_shares(chosen, group)
 
 
 def index_scores(index: IndexQueries, block: slice, keys_SI: Tensor) -> Tensor:
@@ -93,75 +97,51 @@ def index_scores(index: IndexQueries, block: slice, keys_SI: Tensor) -> Tensor:
     return scores
 
 
-# -- candidates are (values [n, c], positions [n, c]); `_best` wants positions ascending
+# -- the best of some positions: (values [n, c], int32 positions [n, c] in ascending order)
 
 
-def _candidates_of_prompt(
-    index: IndexQueries, prompt: LatentRows | None, query_block: int
-) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
-    """Each block of queries, and the prompt's best for it [n, c]."""
-    for stretch in stretches(len(index.queries), query_block):
-        in_stretch = list(blocks(stretch, query_block))
-        found = [_best_of_owned(index, block, prompt) for block in in_stretch]
-        if prompt is not None and prompt.group is not None:
-            found = _of_all_owners(found, min(index.topk, prompt.end), prompt)
-        yield from zip(in_stretch, found, strict=True)
-
-
-def _of_all_owners(found: list[tuple[Tensor, Tensor]], most: int, prompt: LatentRows) -> list[tuple[Tensor, Tensor]]:
-    """The best of this rank's rows for some blocks -> the best of all owners', in one message.
-
-    Owners may have different numbers of candidates: each sends `most`, as many as the prompt may have.
-    """
-    assert prompt.group is not None
-    values, positions = (torch.cat(parts) for parts in zip(*found, strict=True))
-    missing = (0, most - values.shape[1])
-    values = torch.nn.functional.pad(values, missing, value=-math.inf)
-    positions = torch.nn.functional.pad(positions, missing, value=prompt.end)
-    values, positions = _best(*_ascending(*_gather_candidates(values, positions, prompt.group)), most)
-    lengths = [len(of_block) for of_block, _ in found]
-    return list(zip(values.split(lengths), positions.split(lengths), strict=True))
-
-
-def _best_of_owned(index: IndexQueries, block: slice, prompt: LatentRows | None) -> tuple[Tensor, Tensor]:
-    queries = index.queries[block]
-    values = queries.new_empty(len(queries), 0, dtype=statistics_dtype(queries))
-    positions = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
-    if prompt is None:
-        return values, positions
-    for rows in prompt.rows.blocks(prompt.end, prompt.block_tokens):
-        scores = index_scores(index, block, prompt.rows.values["index_key"][rows])
-        where = prompt.rows.pages.positions_of(torch.arange(rows.start, rows.stop, device=queries.device))
-        values, positions = _best(
-            torch.cat([values, scores], 1), torch.cat([positions, where.expand_as(scores)], 1), index.topk
-        )
+def _best_of_prompt(index: IndexQueries, prompt: LatentRows, query_block: int) -> tuple[Tensor, Tensor]:
+    """The prompt's best for each query: [T, c] each."""
+    queries = list(blocks(slice(0, len(index.queries)), query_block))
+    best: list[tuple[Tensor, Tensor]] = []
+    for first, keys in prompt.index_keys():
+        of_keys = (_best(index_scores(index, block, keys), first, index.topk) for block in queries)
+        best = [_best_of_both(*both, index.topk) for both in zip(best, of_keys, strict=True)] if best else [*of_keys]
+    values, positions = (torch.cat(of_blocks) for of_blocks in zip(*best, strict=True))
     return values, positions
 
 
-def _candidates_of_sequence(index: IndexQueries, queries: slice, sequence: slice, start: int) -> tuple[Tensor, Tensor]:
-    """The scores and positions of a sequence's rows up to the last of some queries; future ones are -inf."""
-    scores = index_scores(index, queries, index.keys[sequence.start : queries.stop])
-    positions = torch.arange(scores.shape[1], device=scores.device)
-    own = positions[queries.start - sequence.start :, None]
-    return scores.masked_fill_(positions > own, -math.inf), (start + positions).expand_as(scores)
+def _best_of_sequence(
+    index: IndexQueries, block: slice, tokens: range, sequence: slice, start: int
+) -> tuple[Tensor, Tensor]:
+    """The best of a sequence's rows for some of its tokens, the future ones with values of -inf."""
+    rows = slice(sequence.start, tokens[-1] + 1)
+    scores = index_scores(index, block, index.keys[rows])
+    of_rows, of_tokens = (
+        torch.arange(x.start, x.stop, x.step or 1, dtype=torch.int32, device=scores.device) for x in (rows, tokens)
+    )
+    scores.masked_fill_(of_rows > of_tokens[:, None], -math.inf)
+    return _best(scores, start, index.topk)
 
 
-def _ascending(values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    positions, order = positions.sort(dim=1)
-    return values.gather(1, order), positions
+def _best_of_both(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], count: int) -> tuple[Tensor, Tensor]:
+    """Of two sets of positions, of which all of `a` are below those of `b`."""
+    values, where = _best(torch.cat([a[0], b[0]], 1), 0, count)
+    return values, torch.cat([a[1], b[1]], 1).gather(1, where.long())
 
 
-def _best(values: Tensor, positions: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of each row's candidates the `count` with the highest values, the lower position where values are equal."""
+def _best(values: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Of values of `first` and the positions behind it the `count` highest, the lower position where they are equal."""
     if values.shape[1] <= count:
-        return values, positions
+        positions = torch.arange(first, first + values.shape[1], dtype=torch.int32, device=values.device)
+        return values, positions.expand_as(values)
     top, where = values.topk(count + 1, dim=1)
     where = where[:, :count]
     tied = top[:, -1] == top[:, -2]  # elsewhere the best are the best, whichever order topk found them in
     if tied.any():
         where[tied] = _best_of_tied(values[tied], top[tied, -2:-1], count)
     where = where.sort(1).values
-    return values.gather(1, where), positions.gather(1, where)
+    return values.gather(1, where), (first + where).int()
 
 
 def _best_of_tied(values: Tensor, least: Tensor, count: int) -> Tensor:
@@ -170,22 +150,3 @@ def _best_of_tied(values: Tensor, least: Tensor, count: int) -> Tensor:
     room = count - above.sum(1, keepdim=True)
     kept = above | (equal & (equal.cumsum(1) <= room))
     return kept.nonzero()[:, 1].view(-1, count)
-
-
-def _gather_candidates(values: Tensor, positions: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Candidates [n, c] of each rank -> [n, W * c]; both travel as bits of one integer tensor.
-
-    Positions are int32, or int64 beside float64 values.
-    """
-    bits = torch.int64 if values.dtype is torch.float64 else torch.int32
-    packed = torch.stack([values.contiguous().view(bits), positions.to(bits)], 1)
-    packed = gather(packed, group).permute(2, 1, 0, 3).flatten(2)  # [2, n, W * c]
-    return packed[0].view(values.dtype), packed[1]
-
-
-def _parts(block: slice, sequences: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
-    """What of a block lies in which sequence."""
-    for sequence in sequences:
-        part = slice(max(block.start, sequence.start), min(block.stop, sequence.stop))
-        if part.start < part.stop:
-            yield part, sequence

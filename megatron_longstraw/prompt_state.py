@@ -91,11 +91,11 @@ class Segment:
         return self.in_place_of or self.phase
 
 
-Attend = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
-"""Gives an attention's output and log-sum-exp, of what computes them or of an earlier time."""
+Attend = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
+"""Gives an attention's output, and what else its backward needs, of what computes them or of an earlier time."""
 
 
-def attend_anew(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def attend_anew(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """The `Attend` that computes whenever it is asked."""
     return compute()
 
@@ -108,13 +108,13 @@ class MicroBatch:
         segment: the micro-batch.
         chosen: number of a layer that chooses positions for others too (IndexShare) -> its choice. Layers that
             reuse a choice are recomputed before the layer that made it, so recomputation never makes one anew.
-        attended: number of a layer -> output and log-sum-exp of its attention, kept for its recomputation.
+        attended: number of a layer -> what its attention gave (see `Attend`), kept for its recomputation.
         is_recomputed: whether layers run to rebuild a graph, not for the first time.
     """
 
     segment: Segment
     chosen: dict[int, Tensor] = field(default_factory=dict)
-    attended: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    attended: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     is_recomputed: bool = False
 
 
@@ -167,11 +167,11 @@ class Runtime:
         if not (self.keep_attention and self.recomputes) or self.segment.is_plain:
             return attend_anew
 
-        def keep(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-            out, lse = compute()
+        def keep(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+            out, *rest = compute()
             # detached: an operator's output leads to its graph, which leads to what recomputes it, and so to here
-            attended[layer_number] = out.detach(), lse
-            return out, lse
+            attended[layer_number] = out.detach(), *rest
+            return out, *rest
 
         return (lambda _: attended.pop(layer_number)) if self.micro_batch.is_recomputed else keep
 
@@ -237,15 +237,14 @@ class Pages:
         mine = min(max(rest - self.rank * self.page_tokens, 0), self.page_tokens)
         return rounds * self.page_tokens + mine
 
-    def rows_of(self, positions: Tensor) -> Tensor:
-        """This rank's rows of positions; -1 for those that it doesn't own, and for negative positions."""
-        page = positions // self.page_tokens
-        row = page // self.size * self.page_tokens + positions % self.page_tokens
-        return row.where((page % self.size == self.rank) & (positions >= 0), -1)
+    def most_owned_before(self, position: int) -> int:
+        """How many positions below `position` the first rank owns, which owns the most."""
+        return dataclasses.replace(self, rank=0).owned_before(position)
 
-    def positions_of(self, rows: Tensor) -> Tensor:
-        """The positions of this rank's rows."""
-        return (rows // self.page_tokens * self.size + self.rank) * self.page_tokens + rows % self.page_tokens
+    def owners_and_rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The rank that owns each position, and which of that rank's rows it is."""
+        page = positions // self.page_tokens
+        return page % self.size, page // self.size * self.page_tokens + positions % self.page_tokens
 
     def runs(self, start: int, end: int) -> Iterator[tuple[slice, slice]]:
         """The owned positions of ``start`` to ``end - 1``, in order, as contiguous runs.
@@ -336,19 +335,20 @@ class OwnedRows:
             segment: the chunk.
             fields: [>= length, *shape], for the rows of the segment in order.
         """
-        self._check_written(segment.end)
+        self.check_written(segment.end)
         for here, row in self.pages.runs(segment.start, segment.end):
             for name, rows in fields.items():
                 rows[here] = self.values[name][row]
 
     def blocks(self, end: int, block_tokens: int) -> Iterator[slice]:
         """The owned rows of the positions below `end`, as slices of at most `block_tokens` rows."""
-        self._check_written(end)
+        self.check_written(end)
         rows = self.pages.owned_before(end)
         for first in range(0, rows, block_tokens):
             yield slice(first, min(first + block_tokens, rows))
 
-    def _check_written(self, end: int) -> None:
+    def check_written(self, end: int) -> None:
+        """Raises RuntimeError unless all rows before `end` are written."""
         if end > self._written:
             raise RuntimeError(f"rows before {end} read when {self._written} of {self.length} are written")
 
@@ -358,14 +358,6 @@ class OwnedRows:
         for name, gradient in fields.items():
             if name in self.gradients:
                 self.gradients[name][block] += gradient
-
-    def add_gradient_at(self, end: int, rows: Tensor, **fields: Tensor) -> None:
-        """Adds to the gradients of single rows [n], of which some may be the same; else as `add_gradient`."""
-        self._check_untaken(end)
-        for name, gradient in fields.items():
-            if name in self.gradients:
-                summed = self.gradients[name]
-                summed.index_add_(0, rows, gradient.to(summed.dtype))
 
     def _check_untaken(self, end: int) -> None:
         if end > self._untaken:

@@ -1,40 +1,32 @@
 """Sparse attention over latents (MLA + DSA): each token attends to the few positions that were chosen for it.
 
-The prompt's rows are split by pages over an owner group, and current rows are on every rank. Queries travel, rows
-don't:
+The prompt's rows are split by pages over an owner group, and heads over the same ranks. A row is as wide as one head's
+query, so rows travel, one layer's at a time; and so that no rank gathers the rows of every token for a few heads only,
+each rank attends, with all heads, for its share of the tokens:
 
-    attend   the group gathers the queries of all heads; each rank attends, with all heads, to those of its own
-             rows that were chosen, and sends each rank the results of that rank's heads, which merge by
-             log-sum-exp. The current rows' part is computed by each rank for its own heads, and merged in.
-    back     dq is reduce-scattered; a row's gradient is complete on its owner.
+    attend   all-gather of the rows; queries go from their heads' ranks to their tokens', and outputs back.
+    back     the same for queries and outputs' gradients; dq goes back; the rows' gradients are reduce-scattered.
 
 A segment may be several sequences behind each other, which all follow the prompt and don't see each other.
 
-Shapes: T tokens of the segment (n of a block, m of a stretch: see `latent_rows`), K chosen positions (-1 where fewer
-exist), H attention heads of this rank, D width of a row (a key; its first V values are the value, too), W ranks of the
-owner group. Statistics and merged results are float32, or float64 for float64.
+Shapes: T tokens of the segment (n of a block), K chosen positions (-1 where fewer exist), H attention heads, D width of
+a row (a key; its first V values are the value, too), R rows of the prompt as they travel. Scores, softmax and sums of
+gradients are float32, or float64 for float64.
 
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
 """
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_longstraw.latent_rows import LatentRows, blocks, product, stretches
-from megatron_longstraw.partial_attention import (
-    gather_heads,
-    merge,
-    merge_owners,
-    probabilities,
-    scatter_heads,
-    statistics_dtype,
-)
+from megatron_longstraw.latent_rows import LatentRows, blocks, product
+from megatron_longstraw.partial_attention import statistics_dtype
 from megatron_longstraw.prompt_state import Attend, OwnedRows, Segment, attend_anew
+from megatron_longstraw.token_shares import heads_to_tokens, share_of, tokens_to_heads
 
 
 def sparse_attention(
@@ -52,19 +44,20 @@ def sparse_attention(
     """Attention of each token over its chosen positions.
 
     Args:
-        q_THD: queries. rows_TD: the rows of the same tokens, on every rank of the owner group.
-        chosen_TK: from `position_choice.choose_positions`.
-        prompt: the prompt's rows, or None for a segment that starts its sequence. Backward adds their gradients to
-            `prompt.rows` itself.
+        q_THD: queries of this rank's heads.
+        rows_TD: the rows of the same tokens, on every rank of the owner group.
+        chosen_TK: from `position_choice.choose_positions`; at least one for each token.
+        prompt: the prompt's rows, or None for a segment that starts its sequence and is not shared by ranks. Backward
+            adds their gradients to `prompt.rows` itself.
         value_width: V.
         scale: softmax scale.
-        query_block: queries in a block.
+        query_block: tokens in a block.
         sequences: where each sequence lies among the tokens; by default there is one.
-        attend: gives the output and log-sum-exp of this very attention; see `Runtime.attend_of`.
+        attend: gives what this very attention computes; see `Runtime.attend_of`.
 
     Returns:
-        [T, H, V] in the dtype of the queries. The gradient of `rows_TD` is this rank's heads' part: the caller's
-        gather over sequence-parallel ranks sums it.
+        [T, H, V] in the dtype of the queries. The gradient of `rows_TD` is this rank's part (that of its tokens, or of
+        its heads where `prompt` is None): the caller's gather over sequence-parallel ranks sums it.
     """
     tokens = len(q_THD)
     first = torch.empty(tokens, 1, dtype=torch.int64, device=q_THD.device)
@@ -89,26 +82,32 @@ def latent_root(q_THD: Tensor, latent: Tensor, value_width: int, rows: OwnedRows
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, rows, chosen, first, prompt, value_width, scale, query_block, attend):  # type: ignore[no-untyped-def]
-        out, lse = attend(lambda: _attend_all(q, rows, chosen, first, prompt, value_width, scale, query_block))
-        ctx.save_for_backward(q, rows, chosen, first, out, lse)
-        ctx.prompt, ctx.scale, ctx.query_block = prompt, scale, query_block
-        return out
+        group = None if prompt is None else prompt.group
+
+        def compute() -> tuple[Tensor]:
+            together = rows if prompt is None else prompt.latents_and(rows)
+            choice = _Choice(share_of(chosen, group), share_of(first, group), prompt)
+            out = _attend(heads_to_tokens(q, group), together, choice, value_width, scale, query_block)
+            return (tokens_to_heads(out, group),)
+
+        ctx.save_for_backward(q, rows, chosen, first)
+        ctx.prompt, ctx.group, ctx.scale, ctx.query_block = prompt, group, scale, query_block
+        return attend(compute)[0]
 
     @staticmethod
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
-        q, rows, chosen, first, out, lse = ctx.saved_tensors
-        prompt, scale = ctx.prompt, ctx.scale
-        dq = torch.empty_like(q, dtype=lse.dtype)
-        drows = torch.zeros_like(rows, dtype=lse.dtype)
-        add = functools.partial(drows.index_add_, 0)
-        for stretch in stretches(len(q), ctx.query_block):
-            delta = (dout[stretch].to(lse.dtype) * out[stretch]).sum(-1)
-            queries = dout[stretch], q[stretch], lse[stretch], delta
-            own = _own_rows(chosen[stretch], first[stretch], prompt)
-            dq[stretch] = _attend_backward(*queries, rows, own, scale, ctx.query_block, add)
-            if prompt is not None:
-                dq[stretch] += _attend_prompt_backward(*queries, chosen[stretch], prompt, scale, ctx.query_block)
-        return dq.to(q.dtype), drows.to(rows.dtype), None, None, None, None, None, None, None
+        q, rows, chosen, first = ctx.saved_tensors
+        prompt, group = ctx.prompt, ctx.group
+        together = rows if prompt is None else prompt.latents_and(rows)
+        choice = _Choice(share_of(chosen, group), share_of(first, group), prompt)
+        dout, q = heads_to_tokens(dout, group), heads_to_tokens(q, group)
+        of_prompt = len(together) - len(rows)
+        unwanted = 0 if prompt is None or prompt.wants_gradient else of_prompt
+        dq, drows = _attend_backward(dout, q, together, choice, unwanted, ctx.scale, ctx.query_block)
+        if of_prompt and not unwanted:
+            prompt.add_gradients(drows[:of_prompt])
+        drows = drows[len(drows) - len(rows) :].to(rows.dtype)
+        return tokens_to_heads(dq, group), drows, None, None, None, None, None, None, None
 
 
 class _InjectLatentGradient(torch.autograd.Function):
@@ -139,142 +138,63 @@ class _LatentRoot(torch.autograd.Function):
         return dout.new_zeros(q_shape), dlatent, None, None, None
 
 
-def _attend_all(
-    q: Tensor,
-    rows: Tensor,
-    chosen: Tensor,
-    first: Tensor,
-    prompt: LatentRows | None,
-    value_width: int,
-    scale: float,
-    query_block: int,
-) -> tuple[Tensor, Tensor]:
-    """(out [T, H, V], lse [T, H]) over the chosen rows of the prompt and of the segment.
+@dataclass(frozen=True)
+class _Choice:
+    """What some tokens have chosen.
 
     Args:
-        first: [T, 1] the row where the sequence of each token starts.
-        others: as `sparse_attention`.
+        chosen: [T, K] positions, -1 for none.
+        first: [T, 1], which of the segment's rows the sequence of each token starts with.
+        prompt: the prompt's rows.
     """
+
+    chosen: Tensor
+    first: Tensor
+    prompt: LatentRows | None
+
+    def rows(self, block: slice) -> Tensor:
+        """[n, K]: where it is among the prompt's rows as they travel and, behind those, the segment's; -1 for none."""
+        chosen, first = self.chosen[block].long(), self.first[block]
+        if self.prompt is None:
+            return (chosen + first).where(chosen >= 0, -1)
+        own = chosen - self.prompt.end + first + self.prompt.rows.pages.size * self.prompt.rows_of_owner
+        return own.where(chosen >= self.prompt.end, self.prompt.among_all(chosen)).where(chosen >= 0, -1)
+
+
+# -- attention of q [T, H, D], block by block, over what they have chosen of some rows
+
+
+def _attend(q: Tensor, rows: Tensor, choice: _Choice, value_width: int, scale: float, query_block: int) -> Tensor:
+    """[T, H, V]"""
     out = q.new_empty(*q.shape[:2], value_width)
-    lse = q.new_empty(q.shape[:2], dtype=statistics_dtype(q))
-    for stretch in stretches(len(q), query_block):
-        own = _own_rows(chosen[stretch], first[stretch], prompt)
-        part = _attend(q[stretch], rows, own, value_width, scale, query_block)
-        if prompt is not None:
-            of_prompt = _attend_prompt(q[stretch], chosen[stretch], prompt, value_width, scale, query_block)
-            part = merge(*part, *of_prompt)
-        out[stretch], lse[stretch] = part
-    return out, lse
-
-
-# -- attention of queries [m, H, D], block by block, over chosen rows; chosen holds rows [m, C], -1 for none
-
-
-def _attend(
-    q: Tensor, rows: Tensor, chosen: Tensor, value_width: int, scale: float, query_block: int
-) -> tuple[Tensor, Tensor]:
-    """(out [m, H, V], lse [m, H]): zeros and -inf where a query has chosen none."""
-    lse = q.new_empty(q.shape[:2], dtype=statistics_dtype(q))
-    out = q.new_empty(*q.shape[:2], value_width, dtype=lse.dtype)
     for block in blocks(slice(0, len(q)), query_block):
-        keys, scores = _chosen_scores(q[block], rows, _compact(chosen[block]), scale)
-        lse[block] = scores.logsumexp(-1)
-        p = probabilities(scores, lse[block, :, None])
+        keys, p = _probabilities(q[block], rows, choice.rows(block), scale)
         out[block] = product(p.to(keys.dtype), keys[..., :value_width])
-    return out, lse
+    return out
 
 
 def _attend_backward(
-    dout: Tensor,
-    q: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    rows: Tensor,
-    chosen: Tensor,
-    scale: float,
-    query_block: int,
-    add: Callable[[Tensor, Tensor], Any],
-) -> Tensor:
-    """dq [m, H, D], from the lse over all rows and delta = dout . out.
-
-    `add` takes rows [i], of which some may be the same, and what their gradients [i, D] are to grow by.
-    """
-    dq = torch.empty_like(q, dtype=lse.dtype)
-    value_width = dout.shape[-1]
-    for block in blocks(slice(0, len(q)), query_block):
-        current = _compact(chosen[block])
-        keys, scores = _chosen_scores(q[block], rows, current, scale)
-        p = probabilities(scores, lse[block, :, None])
-        dp = product(dout[block], keys[..., :value_width].transpose(1, 2))
-        ds = (p * (dp - delta[block, :, None]) * scale).to(keys.dtype)
-        dchosen = product(ds.transpose(1, 2), q[block])
-        dchosen[..., :value_width] += product(p.to(keys.dtype).transpose(1, 2), dout[block])
-        dq[block] = product(ds, keys)
-        add(current.clamp(min=0).flatten(), dchosen.flatten(0, 1))
-    return dq
-
-
-def _attend_prompt(
-    q: Tensor, chosen: Tensor, prompt: LatentRows, value_width: int, scale: float, query_block: int
+    dout: Tensor, q: Tensor, rows: Tensor, choice: _Choice, unwanted: int, scale: float, query_block: int
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's heads over the chosen rows of all owners."""
-    own = _owned_choices(chosen, prompt)
-    if prompt.group is None:
-        return _attend(q, prompt.latents, own, value_width, scale, query_block)
-    of_own_rows = _attend(gather_heads(q, prompt.group, 1), prompt.latents, own, value_width, scale, query_block)
-    return merge_owners(*of_own_rows, prompt.group, 1)
+    """dq [T, H, D], and the gradients of all rows but the first `unwanted`."""
+    dq = torch.empty_like(q)
+    value_width = dout.shape[-1]
+    # the first one takes what belongs to none
+    drows = rows.new_zeros(1 + len(rows) - unwanted, rows.shape[1], dtype=statistics_dtype(rows))
+    for block in blocks(slice(0, len(q)), query_block):
+        chosen = choice.rows(block)
+        keys, p = _probabilities(q[block], rows, chosen, scale)
+        dp = product(dout[block], keys[..., :value_width].transpose(1, 2))
+        ds = (p * (dp - (p * dp).sum(-1, keepdim=True)) * scale).to(keys.dtype)
+        dkeys = product(ds.transpose(1, 2), q[block])
+        dkeys[..., :value_width] += product(p.to(keys.dtype).transpose(1, 2), dout[block])
+        dq[block] = product(ds, keys)
+        drows.index_add_(0, (chosen + 1 - unwanted).clamp(min=0).flatten(), dkeys.flatten(0, 1))
+    return dq, drows[1:]
 
 
-def _attend_prompt_backward(
-    dout: Tensor,
-    q: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    chosen: Tensor,
-    prompt: LatentRows,
-    scale: float,
-    query_block: int,
-) -> Tensor:
-    """Adds the rows' gradients to the rows; returns dq [m, H, D] of the prompt's part."""
-    own = _owned_choices(chosen, prompt)
-    if prompt.group is not None:
-        widths = [dout.shape[-1], q.shape[-1]]
-        dout, q = gather_heads(torch.cat([dout, q], -1), prompt.group, 1).split(widths, -1)
-        lse, delta = gather_heads(torch.stack([lse, delta], -1), prompt.group, 1).unbind(-1)
-
-    def add(rows: Tensor, gradient: Tensor) -> None:
-        prompt.rows.add_gradient_at(prompt.end, rows, latent=gradient)
-
-    dq = _attend_backward(dout, q, lse, delta, prompt.latents, own, scale, query_block, add)
-    return dq if prompt.group is None else scatter_heads(dq, prompt.group, 1)
-
-
-def _owned_choices(chosen: Tensor, prompt: LatentRows) -> Tensor:
-    """This rank's rows [m, C] of the chosen positions, -1 for others; C = 0 where it owns none that are read."""
-    own = prompt.rows.pages.rows_of(_before(chosen, prompt.end))
-    return own if len(prompt.latents) else own[:, :0]
-
-
-def _chosen_scores(q: Tensor, rows: Tensor, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The chosen keys [n, C, D] and their scores [n, H, C]."""
+def _probabilities(q: Tensor, rows: Tensor, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The chosen keys [n, K, D] and their probabilities [n, H, K]."""
     keys = rows[chosen.clamp(min=0)]
     scores = product(q, keys.transpose(1, 2)) * scale
-    return keys, scores.masked_fill_((chosen < 0)[:, None], -math.inf)
-
-
-def _before(chosen: Tensor, end: int) -> Tensor:
-    """The chosen positions below `end`, -1 for the others."""
-    return chosen.long().where(chosen < end, -1)
-
-
-def _own_rows(chosen: Tensor, first: Tensor, prompt: LatentRows | None) -> Tensor:
-    """The segment's rows of the chosen positions behind the prompt; -1 for the others. first [m, 1] is the row of the
-    first such position."""
-    start = 0 if prompt is None else prompt.end
-    return (chosen.long() - start + first).where(chosen >= start, -1)
-
-
-def _compact(chosen: Tensor) -> Tensor:
-    """The same choices with the -1 last, as narrow as the longest row allows (at least 1)."""
-    width = int((chosen >= 0).sum(1).max().clamp(min=1))
-    return chosen.sort(dim=1, descending=True).values[:, :width]
+    return keys, scores.masked_fill_((chosen < 0)[:, None], -math.inf).softmax(-1)

@@ -17,7 +17,7 @@ LAYERS = [
     ["distributed"],
     ["rollouts", "recurrent_state", "logprobs"],
     ["prompt_state", "partial_attention"],
-    ["objectives", "attention", "latent_rows"],
+    ["objectives", "attention", "latent_rows", "token_shares"],
     ["position_choice", "sparse_attention"],
     ["work", "index_choices"],
     ["measure", "models", "samples", "schedule", "flops"],

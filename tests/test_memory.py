@@ -1,6 +1,7 @@
 """Peak bytes, counted: they don't grow with the number of responses, and no more than a chunk's with the prompt's."""
 
 import contextlib
+import gc
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -9,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_longstraw.config import ScheduleConfig
+from megatron_longstraw.config import RunConfig, ScheduleConfig
 from megatron_longstraw.measure import PeakBytes
-from tests.exactness import group, response, tiny_run
+from megatron_longstraw.rollouts import RolloutGroup
+from tests.exactness import group, response, tiny_run, with_schedule
+from tests.glm52 import glm_groups, tiny_glm
+from tests.qwen36 import qwen_run
 from tests.ranks import Layout, Ranks
 
 
@@ -128,3 +132,31 @@ def test_a_layer_costs_its_weights_rows_and_one_input(ranks: Ranks, keep_attenti
     attention = 4 * 256 * (32 + 4) * 4 if keep_attention else 0  # outputs and log-sum-exps of 4 heads
     grown = many["peak"] - few["peak"]
     assert grown <= 1.02 * (weights + rows + inputs + attention), (grown, weights, rows, inputs, attention)
+
+
+def _graphs_left(schedule: str, run: RunConfig, groups: list[RolloutGroup]) -> list[tuple[int, ...]]:
+    """Shapes of the tensors with a graph that a pass leaves behind, wherever they are."""
+    from megatron_longstraw.compare import run_schedule
+    from megatron_longstraw.trainer import build_ddp_model
+
+    def with_graph() -> dict[int, torch.Tensor]:
+        gc.collect()
+        return {id(x): x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.grad_fn is not None}
+
+    model = build_ddp_model(run)
+    before = with_graph()
+    run_schedule(schedule, model, groups, run, torch.device("cpu"))
+    return [tuple(x.shape) for key, x in with_graph().items() if key not in before]
+
+
+@pytest.mark.parametrize("schedule", ["longstraw", "stock"])
+@pytest.mark.parametrize("model", ["dense", "qwen36", "glm52 alltoall", "glm52 allgather"])
+def test_no_graph_outlives_a_pass(ranks: Ranks, model: str, schedule: str) -> None:
+    """Megatron's modules keep tensors of their last forward; recomputation may end a forward before its last line."""
+    name, _, dispatcher = model.partition(" ")
+    run = {
+        "dense": tiny_run(Layout()),
+        "qwen36": qwen_run(Layout()),
+        "glm52": tiny_glm(Layout(), moe_token_dispatcher_type=dispatcher or "alltoall"),
+    }[name]
+    assert ranks.run(Layout(), _graphs_left, schedule, with_schedule(run, prompt_chunk_tokens=24), glm_groups()) == [[]]

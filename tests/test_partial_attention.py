@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longstraw.partial_attention import gather_heads, merge, merge_owners, probabilities, scatter_heads
+from megatron_longstraw.partial_attention import gather, merge, merge_owners, probabilities, scatter_heads
 from tests.ranks import Layout, Ranks
 
 HEADS, TOKENS, KEYS, VALUE = 2, 6, 3, 4
@@ -44,23 +44,18 @@ def test_merge_equals_whole() -> None:
 
 
 def _exchange() -> None:
-    """On each rank of an owner group, for heads in either dimension."""
+    """On each rank of an owner group."""
     group = torch.distributed.group.WORLD
     rank, size = group.rank(), group.size()
     parts, whole = _parts(size)
     mine = slice(rank * HEADS, (rank + 1) * HEADS)
-    for dim in (0, 1):
-        own_part = [x.movedim(0, dim) for x in parts[rank]]
-        out, lse = merge_owners(*own_part, group, dim)
-        _close(out, whole[0][mine].movedim(0, dim))
-        _close(lse, whole[1][mine].movedim(0, dim))
-        assert not out.select(1 - dim, NONE).any() and (lse.select(1 - dim, NONE) == -math.inf).all()
-
-        for x in whole:
-            gathered = gather_heads(x[mine].movedim(0, dim), group, dim)
-            assert torch.equal(gathered, x.movedim(0, dim))
-        scattered = scatter_heads(own_part[0], group, dim)
-        _close(scattered, sum(out for out, _ in parts)[mine].movedim(0, dim))
+    out, lse = merge_owners(*parts[rank], group)
+    _close(out, whole[0][mine])
+    _close(lse, whole[1][mine])
+    assert not out[:, NONE].any() and (lse[:, NONE] == -math.inf).all()
+    for x in whole:
+        assert torch.equal(gather(x[mine], group), x)
+    _close(scatter_heads(parts[rank][0], group), sum(out for out, _ in parts)[mine])
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -108,7 +108,7 @@ class PromptSparseAttention(DSAttention):
             self._write(rows, latent, index)
             return q.new_zeros(*q.shape[:2], self.config.kv_lora_rank)
         block_tokens = self.runtime.current_state().options.attention_block_tokens
-        prompt = LatentRows(rows, segment.start, block_tokens, self.group) if segment.start else None
+        prompt = LatentRows(rows, segment.start, block_tokens, self.group)
         chosen = self._chosen(index, prompt)
         if segment.phase is Phase.CAPTURE:
             self._write(rows, latent, index)
@@ -136,7 +136,7 @@ class PromptSparseAttention(DSAttention):
             if self.runtime.on_choice is not None:
                 choice = self.runtime.on_choice(self.layer_number, self.runtime.segment, index, choice)
             if self.runtime.segment.phase in (Phase.CAPTURE, Phase.PROMPT):
-                _let_padding_choose_itself(choice, self.runtime.segment)
+                choice = _without_padding(choice, self.runtime.segment)
             chosen[self.layer_number] = choice
         if self.source_layer not in chosen:
             raise RuntimeError(f"layer {self.layer_number} reuses the index of layer {self.source_layer}: not run yet")
@@ -155,7 +155,7 @@ class PromptSparseAttention(DSAttention):
 
     @property
     def _choice_width(self) -> int:
-        """As many positions as a prompt token may choose; cuts off what only padding behind the prompt could."""
+        """As many positions as a prompt token may choose."""
         return min(self.index_topk, self.runtime.current_state().length)
 
     def _write(self, rows: OwnedRows, latent: Tensor, index: IndexQueries | None) -> None:
@@ -175,8 +175,7 @@ class PromptSparseAttention(DSAttention):
         rows.read(segment, chosen=chosen)
         if self.group is not None:
             dist.all_reduce(chosen, op=dist.ReduceOp.MAX, group=self.group)
-        _let_padding_choose_itself(chosen, segment)
-        return chosen
+        return _without_padding(chosen, segment)
 
     @torch.no_grad()
     def _index(self, x: Tensor, qr: Tensor) -> IndexQueries:
@@ -206,12 +205,15 @@ class PromptSparseAttention(DSAttention):
         )
 
 
-def _let_padding_choose_itself(chosen: Tensor, segment: Segment) -> None:
-    """Makes rows of padding choose their own position alone, in place: no choice of theirs is kept, and a prompt chunk
-    should flow through the experts with the same padding, and so with the same rounding, whenever it does."""
+def _without_padding(chosen: Tensor, segment: Segment) -> Tensor:
+    """The choice of a prompt chunk, no wider than its tokens may need, in which rows of padding choose their own
+    position alone: no choice of theirs is kept, and the chunk should flow through attention and experts in the same
+    way, and so with the same rounding, whenever it does."""
+    chosen = chosen[:, : segment.end].contiguous()
     padding = chosen[segment.length :]
     padding.fill_(-1)
     padding[:, 0] = torch.arange(segment.end, segment.start + len(chosen), device=chosen.device)
+    return chosen
 
 
 def latent_attention(

@@ -56,11 +56,12 @@ class PromptMoELayer(MoELayer):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        for name, value in vars(self.token_dispatcher).items():
-            if isinstance(value, Tensor) and value.requires_grad:
-                setattr(self.token_dispatcher, name, None)
-        return output
+        try:
+            return super().forward(*args, **kwargs)
+        finally:  # recomputation stops a forward, by an exception, at the last tensor that it needs
+            for name, value in vars(self.token_dispatcher).items():
+                if isinstance(value, Tensor) and value.requires_grad:
+                    setattr(self.token_dispatcher, name, None)
 
 
 def moe_layer(config: Any, backend: BackendSpecProvider, runtime: Runtime) -> Any:
