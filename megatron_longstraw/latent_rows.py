@@ -24,13 +24,11 @@ class LatentRows:
     Args:
         rows: fields "latent" [rows, D] and, on layers that compute an index, "index_key" [rows, I].
         end: positions below this are read.
-        block_tokens: index keys that are scored at once, in whole pages of all owners.
         group: the owner group, or None where this rank has all rows.
     """
 
     rows: OwnedRows
     end: int
-    block_tokens: int
     group: dist.ProcessGroup | None
 
     @property
@@ -42,11 +40,15 @@ class LatentRows:
     def wants_gradient(self) -> bool:
         return bool(self.rows.gradients)
 
-    def index_keys(self) -> Iterator[tuple[int, Tensor]]:
-        """The index keys of all owners in order of positions: the first position of a block, and the keys [S, I]."""
+    def index_keys(self, at_once: int) -> Iterator[tuple[int, Tensor]]:
+        """The index keys of all owners in order of positions, some `at_once`, but a page of each owner at least.
+
+        Yields:
+            The first position, and the keys [S, I].
+        """
         pages = self.rows.pages
         rounds = -(-self.rows_of_owner // pages.page_tokens)
-        for some in blocks(slice(0, rounds), max(1, self.block_tokens // (pages.page_tokens * pages.size))):
+        for some in blocks(slice(0, rounds), max(1, at_once // (pages.page_tokens * pages.size))):
             first = some.start * pages.page_tokens
             keys = self._own("index_key", slice(first, some.stop * pages.page_tokens))
             if self.group is not None:

@@ -46,14 +46,20 @@ class IndexQueries:
 
 @torch.no_grad()
 def choose_positions(
-    index: IndexQueries, prompt: LatentRows | None, query_block: int, sequences: Sequence[slice] | None = None
+    index: IndexQueries,
+    prompt: LatentRows | None,
+    *,
+    query_block: int,
+    key_block: int,
+    sequences: Sequence[slice] | None = None,
 ) -> Tensor:
     """The `topk` positions with the highest index scores among the prompt's and its sequence's up to each token.
 
     Args:
         index: what scores positions.
         prompt: the prompt's rows, or None for a segment that starts its sequence and is not shared by ranks.
-        query_block: queries in a block.
+        query_block: queries that are scored at once.
+        key_block: keys that they are scored against at once.
         sequences: where each sequence lies among the tokens; by default there is one.
 
     Returns:
@@ -66,16 +72,22 @@ def choose_positions(
     rank, size = place(group)
     tokens = range(rank, len(index.queries), size)
     mine = replace(index, queries=share_of(index.queries, group), weights=share_of(index.weights, group))
+    queries = [(s, block) for s in sequences for block in blocks(slice_of_share(s, group), query_block)]
+
+    best: list[_Best | None] = [None] * len(queries)
+    for first, keys in prompt.index_keys(key_block) if prompt is not None else ():
+        for i, (_, block) in enumerate(queries):
+            best[i] = _better(best[i], index_scores(mine, block, keys), first, index.topk)
     width = min(index.topk, start + longest)
     chosen = torch.full((len(tokens), width), -1, dtype=torch.int32, device=index.keys.device)
-    of_prompt = _best_of_prompt(mine, prompt, query_block) if prompt is not None and start else None
-    for sequence in sequences:
-        for block in blocks(slice_of_share(sequence, group), query_block):
-            best = _best_of_sequence(mine, block, tokens[block], sequence, start)
-            if of_prompt is not None:
-                best = _best_of_both((of_prompt[0][block], of_prompt[1][block]), best, index.topk)
-            values, positions = best
-            chosen[block, : positions.shape[1]] = positions.where(values > -math.inf, -1)
+    for (sequence, block), of_block in zip(queries, best, strict=True):
+        for rows in blocks(slice(sequence.start, tokens[block][-1] + 1), key_block):
+            scores = index_scores(mine, block, index.keys[rows])
+            _hide_future(scores, rows, tokens[block])
+            of_block = _better(of_block, scores, start + rows.start - sequence.start, index.topk)
+        assert of_block is not None
+        values, positions = of_block
+        chosen[block, : positions.shape[1]] = positions.where(values > -math.inf, -1)
     return gather_shares(chosen, group)
 
 
@@ -97,40 +109,20 @@ def index_scores(index: IndexQueries, block: slice, keys_SI: Tensor) -> Tensor:
     return scores
 
 
-# -- the best of some positions: (values [n, c], int32 positions [n, c] in ascending order)
+_Best = tuple[Tensor, Tensor]
+"""The highest values of some positions [n, c], and these positions [n, c], int32, in ascending order."""
 
 
-def _best_of_prompt(index: IndexQueries, prompt: LatentRows, query_block: int) -> tuple[Tensor, Tensor]:
-    """The prompt's best for each query: [T, c] each."""
-    queries = list(blocks(slice(0, len(index.queries)), query_block))
-    best: list[tuple[Tensor, Tensor]] = []
-    for first, keys in prompt.index_keys():
-        of_keys = (_best(index_scores(index, block, keys), first, index.topk) for block in queries)
-        best = [_best_of_both(*both, index.topk) for both in zip(best, of_keys, strict=True)] if best else [*of_keys]
-    values, positions = (torch.cat(of_blocks) for of_blocks in zip(*best, strict=True))
-    return values, positions
+def _better(best: _Best | None, values: Tensor, first: int, count: int) -> _Best:
+    """The best of what was seen before and the values [n, S] of the positions from `first` on, which come behind."""
+    new = _best(values, first, count)
+    if best is None:
+        return new
+    values, where = _best(torch.cat([best[0], new[0]], 1), 0, count)
+    return values, torch.cat([best[1], new[1]], 1).gather(1, where.long())
 
 
-def _best_of_sequence(
-    index: IndexQueries, block: slice, tokens: range, sequence: slice, start: int
-) -> tuple[Tensor, Tensor]:
-    """The best of a sequence's rows for some of its tokens, the future ones with values of -inf."""
-    rows = slice(sequence.start, tokens[-1] + 1)
-    scores = index_scores(index, block, index.keys[rows])
-    of_rows, of_tokens = (
-        torch.arange(x.start, x.stop, x.step or 1, dtype=torch.int32, device=scores.device) for x in (rows, tokens)
-    )
-    scores.masked_fill_(of_rows > of_tokens[:, None], -math.inf)
-    return _best(scores, start, index.topk)
-
-
-def _best_of_both(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], count: int) -> tuple[Tensor, Tensor]:
-    """Of two sets of positions, of which all of `a` are below those of `b`."""
-    values, where = _best(torch.cat([a[0], b[0]], 1), 0, count)
-    return values, torch.cat([a[1], b[1]], 1).gather(1, where.long())
-
-
-def _best(values: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+def _best(values: Tensor, first: int, count: int) -> _Best:
     """Of values of `first` and the positions behind it the `count` highest, the lower position where they are equal."""
     if values.shape[1] <= count:
         positions = torch.arange(first, first + values.shape[1], dtype=torch.int32, device=values.device)
@@ -150,3 +142,10 @@ def _best_of_tied(values: Tensor, least: Tensor, count: int) -> Tensor:
     room = count - above.sum(1, keepdim=True)
     kept = above | (equal & (equal.cumsum(1) <= room))
     return kept.nonzero()[:, 1].view(-1, count)
+
+
+def _hide_future(scores: Tensor, rows: slice, tokens: range) -> None:
+    """-inf, in place, for rows of a segment [S] that come behind tokens [n]."""
+    row = torch.arange(rows.start, rows.stop, device=scores.device)
+    token = torch.arange(tokens.start, tokens.stop, tokens.step, device=scores.device)
+    scores.masked_fill_(row > token[:, None], -math.inf)

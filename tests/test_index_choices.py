@@ -31,7 +31,7 @@ def _record(rows: torch.Tensor, *, choices: IndexChoices) -> None:
 
 
 def _replay(keys: list[float], choices: IndexChoices) -> torch.Tensor:
-    own = choose_positions(_index(keys), None, query_block=4)
+    own = choose_positions(_index(keys), None, query_block=4, key_block=100)
     return choices.replay(1, _segment(Phase.PLAIN, 0, 9), _index(keys), own)
 
 
@@ -40,7 +40,7 @@ KEYS = [5.0, 9.0, 1.0, 2.0, 3.0, 3.0, 0.5, 8.0, 7.0]
 
 def test_same_choices_are_taken_and_counted() -> None:
     choices = IndexChoices()
-    ours = choose_positions(_index(KEYS), None, query_block=4)
+    ours = choose_positions(_index(KEYS), None, query_block=4, key_block=100)
     _record(ours, choices=choices)
     for padding in ([], [4.0]):
         taken = _replay(KEYS + padding, choices)
@@ -51,7 +51,7 @@ def test_same_choices_are_taken_and_counted() -> None:
 def test_a_tie_is_a_tie() -> None:
     """Token 5 has 5, 9 and one of two equal scores to choose from."""
     choices = IndexChoices()
-    ours = choose_positions(_index(KEYS), None, query_block=4)
+    ours = choose_positions(_index(KEYS), None, query_block=4, key_block=100)
     assert ours[5].tolist() == [0, 1, 4]
     ours[5] = torch.tensor([0, 1, 5])
     _record(ours, choices=choices)
@@ -61,7 +61,7 @@ def test_a_tie_is_a_tie() -> None:
 
 def test_a_wrong_choice_shows() -> None:
     choices = IndexChoices()
-    ours = choose_positions(_index(KEYS), None, query_block=4)
+    ours = choose_positions(_index(KEYS), None, query_block=4, key_block=100)
     ours[8] = torch.tensor([0, 7, 8])  # without 9, the highest
     _record(ours, choices=choices)
     assert _replay(KEYS, choices)[8].tolist() == [0, 7, 8]

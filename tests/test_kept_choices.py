@@ -45,9 +45,9 @@ def _observe(run: RunConfig, groups: list[RolloutGroup]) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     taken: dict[str, dict[tuple[int, int], list[list[int]]]] = defaultdict(dict)
 
-    def count(*args: Any) -> Tensor:
+    def count(*args: Any, **options: Any) -> Tensor:
         counts[runtime.segment.phase.value] += 1
-        return choose(*args)
+        return choose(*args, **options)
 
     def note(self: Any, q: Tensor, latent: Tensor, chosen: Tensor, prompt: Any) -> Tensor:
         phase = "again" if runtime.micro_batch.is_recomputed else runtime.segment.phase.value

@@ -104,7 +104,11 @@ def _owned(
         values.fill_(math.nan)
     segment = Segment(phase=Phase.CAPTURE, start=0, length=length)
     rows.write(segment, latent=x["rows"][:length], index_key=x["index_keys"][:length])
-    return LatentRows(rows, length, sizes["block"], group)
+    return LatentRows(rows, length, group)
+
+
+def _blocks(sizes: dict[str, int]) -> dict[str, int]:
+    return {"query_block": sizes["query_block"], "key_block": sizes["block"]}
 
 
 def _compare(sizes: dict[str, int], ties: bool, unwritten_pages: int = 1) -> dict[str, float]:
@@ -118,7 +122,7 @@ def _compare(sizes: dict[str, int], ties: bool, unwritten_pages: int = 1) -> dic
     length = sizes["prompt"]
     heads = slice(rank * HEADS // world, (rank + 1) * HEADS // world)
     prompt = _owned(x, sizes, rank, world, group, unwritten=world * unwritten_pages * sizes["page"])
-    chosen = choose_positions(x["index"], prompt, sizes["query_block"])
+    chosen = choose_positions(x["index"], prompt, **_blocks(sizes))
     want = _dense_choice(x["index"], x["index_keys"])
     q, current = x["q"][:, heads].clone().requires_grad_(), x["rows"][length:].clone().requires_grad_()
     out = sparse_attention(q, current, chosen, prompt, value_width=VALUE, scale=SCALE, query_block=sizes["query_block"])
@@ -177,7 +181,7 @@ def _compare_choices_in_float32() -> dict[str, bool]:
         sizes = _for_ranks(sizes, group.size())
         x = _inputs(sizes, True, torch.float32)
         prompt = _owned(x, sizes, group.rank(), group.size(), group)
-        chosen = choose_positions(x["index"], prompt, sizes["query_block"]).sort(1).values
+        chosen = choose_positions(x["index"], prompt, **_blocks(sizes)).sort(1).values
         same[name] = torch.equal(chosen, _dense_choice(x["index"], x["index_keys"]).sort(1).values)
     return same
 
@@ -201,7 +205,7 @@ def test_ties_go_to_the_lower_position() -> None:
         gradient_dtype=None,
     )
     rows.write(Segment(phase=Phase.CAPTURE, start=0, length=20), index_key=x["index_keys"][:20])
-    chosen = choose_positions(index, LatentRows(rows, 20, sizes["block"], None), sizes["query_block"])
+    chosen = choose_positions(index, LatentRows(rows, 20, None), **_blocks(sizes))
     assert chosen.tolist() == [[0, 1, 2, 3, 4]] * 3
 
 
@@ -210,13 +214,13 @@ def test_a_score_that_is_nan_takes_its_own_place_only() -> None:
     keys = torch.zeros(12, 4)
     keys[[3, 7]] = math.nan
     index = IndexQueries(torch.zeros(12, 2, 4), torch.ones(12, 2), keys, 5)
-    assert choose_positions(index, None, 12)[-1].tolist() == [0, 1, 2, -1, -1]
+    assert choose_positions(index, None, query_block=12, key_block=12)[-1].tolist() == [0, 1, 2, -1, -1]
 
 
 def test_float32_is_close() -> None:
     x = _inputs(SIZES["odd"], False, torch.float32)
     prompt = _owned(x, SIZES["odd"], 0, 1, None)
-    chosen = choose_positions(x["index"], prompt, 5)
+    chosen = choose_positions(x["index"], prompt, **_blocks(SIZES["odd"]))
     out = sparse_attention(x["q"], x["rows"][101:], chosen, prompt, value_width=VALUE, scale=SCALE, query_block=5)
     reference = _dense_sparse_attention(x["q"], x["rows"], _dense_choice(x["index"], x["index_keys"]), VALUE, SCALE)
     torch.testing.assert_close(out, reference, rtol=1e-5, atol=1e-6)
@@ -300,7 +304,7 @@ def test_packed_sequences_choose_and_attend_as_each_alone(query_block: int) -> N
         prompt = _owned(x, sizes, 0, 1, None)
         assert prompt is not None
         index = IndexQueries(*(t[tokens] for t in (x["index"].queries, x["index"].weights, x["index"].keys)), 6)
-        chosen = choose_positions(index, prompt, query_block, sequences)
+        chosen = choose_positions(index, prompt, **_blocks(sizes), sequences=sequences)
         q, own = (t[tokens].clone().requires_grad_() for t in (x["q"], x["rows"][23:]))
         options: dict[str, Any] = {"value_width": VALUE, "scale": SCALE, "query_block": query_block}
         out = sparse_attention(q, own, chosen, prompt, sequences=sequences, **options)
@@ -335,7 +339,7 @@ def test_nothing_of_queries_times_prompt_exists() -> None:
         prompt = _owned(x, sizes, 0, 1, None)
         q, current = x["q"].clone().requires_grad_(), x["rows"][length:].clone().requires_grad_()
         with Largest() as largest:
-            chosen = choose_positions(x["index"], prompt, 4)
+            chosen = choose_positions(x["index"], prompt, **_blocks(sizes))
             out = sparse_attention(q, current, chosen, prompt, value_width=VALUE, scale=SCALE, query_block=4)
             out.backward(x["dout"])
         assert largest.elements == (1 + length + 16) * WIDTH

@@ -137,7 +137,7 @@ def _layer_specs(
     if run.model.architecture == "qwen36":
         return qwen36_layer_specs(config, backend, runtime, plain_attention)
     if run.model.architecture == "glm52":
-        return glm52_layer_specs(config, backend, runtime, plain_attention, run.schedule.query_block_tokens)
+        return glm52_layer_specs(config, backend, runtime, plain_attention, run.schedule)
     return [gqa_layer_spec(config, backend, runtime, plain_attention)] * config.num_layers
 
 

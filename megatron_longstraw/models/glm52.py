@@ -16,6 +16,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
+from megatron_longstraw.config import ScheduleConfig
 from megatron_longstraw.models.layers import PromptLayer
 from megatron_longstraw.models.mla import latent_attention
 from megatron_longstraw.models.moe import moe_layer
@@ -51,10 +52,17 @@ _LATENT_NORM_EPSILON = 1e-6
 
 
 def glm52_layer_specs(
-    config: Any, backend: BackendSpecProvider, runtime: Runtime, plain_attention: str, query_block: int
+    config: Any, backend: BackendSpecProvider, runtime: Runtime, plain_attention: str, schedule: ScheduleConfig
 ) -> list[ModuleSpec]:
     """Specs of all layers of the model, in order; moe_layer_freq says which have experts."""
-    attention = latent_attention(config, backend, runtime, query_block, plain_attention)
+    attention = latent_attention(
+        config,
+        backend,
+        runtime=runtime,
+        plain_attention=plain_attention,
+        query_block=schedule.query_block_tokens,
+        key_block=schedule.attention_block_tokens,
+    )
     norm = backend.layer_norm(rms_norm=config.normalization == "RMSNorm")
     fused = backend.fuse_layernorm_and_linear()
 

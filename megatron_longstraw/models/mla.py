@@ -36,6 +36,7 @@ class PromptSparseAttention(DSAttention):
     Args:
         runtime: the model's runtime.
         query_block: queries whose index scores and chosen rows exist at once.
+        key_block: index keys that they are scored against at once.
         plain_attention: what runs a stock sequence: "longstraw" is this module without prompt rows, "megatron" is
             Megatron's own forward (its scores are [heads, tokens, tokens], and the position it takes where index
             scores are equal is not defined: give tiny models 16 index heads or more, so that none are).
@@ -43,10 +44,16 @@ class PromptSparseAttention(DSAttention):
     """
 
     def __init__(
-        self, *args: Any, runtime: Runtime, query_block: int, plain_attention: str = "longstraw", **kwargs: Any
+        self,
+        *args: Any,
+        runtime: Runtime,
+        query_block: int,
+        key_block: int,
+        plain_attention: str = "longstraw",
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.runtime, self.query_block = runtime, query_block
+        self.runtime, self.query_block, self.key_block = runtime, query_block, key_block
         self.is_last = self.layer_number == self.config.num_layers
         self.output_of_capture = not self.is_last or last_layer_counts(self.config)
         self.megatron_plain = plain_attention == "megatron"
@@ -107,8 +114,7 @@ class PromptSparseAttention(DSAttention):
         if segment.phase is Phase.CAPTURE and not self.output_of_capture:
             self._write(rows, latent, index)
             return q.new_zeros(*q.shape[:2], self.config.kv_lora_rank)
-        block_tokens = self.runtime.current_state().options.attention_block_tokens
-        prompt = LatentRows(rows, segment.start, block_tokens, self.group)
+        prompt = LatentRows(rows, segment.start, self.group)
         chosen = self._chosen(index, prompt)
         if segment.phase is Phase.CAPTURE:
             self._write(rows, latent, index)
@@ -132,7 +138,9 @@ class PromptSparseAttention(DSAttention):
         chosen = self.runtime.micro_batch.chosen
         if index is not None:
             sequences = self.runtime.segment.sequences(len(index.queries))
-            choice = choose_positions(index, prompt, self.query_block, sequences)
+            choice = choose_positions(
+                index, prompt, query_block=self.query_block, key_block=self.key_block, sequences=sequences
+            )
             if self.runtime.on_choice is not None:
                 choice = self.runtime.on_choice(self.layer_number, self.runtime.segment, index, choice)
             if self.runtime.segment.phase in (Phase.CAPTURE, Phase.PROMPT):
@@ -216,16 +224,10 @@ def _without_padding(chosen: Tensor, segment: Segment) -> Tensor:
     return chosen
 
 
-def latent_attention(
-    config: Any, backend: BackendSpecProvider, runtime: Runtime, query_block: int, plain_attention: str
-) -> ModuleSpec:
-    """Spec of Megatron's absorbed latent self-attention with `PromptSparseAttention` in it."""
+def latent_attention(config: Any, backend: BackendSpecProvider, **options: Any) -> ModuleSpec:
+    """Spec of Megatron's absorbed latent self-attention with `PromptSparseAttention` and its options in it."""
     spec = get_dsa_module_spec_for_backend(config, backend)
     core_attention = spec.submodules.core_attention
     core_attention.module = PromptSparseAttention
-    core_attention.params = {
-        "runtime": runtime,
-        "query_block": query_block,
-        "plain_attention": plain_attention,
-    }
+    core_attention.params = options
     return spec
