@@ -7,7 +7,7 @@ which every rank has. Equal scores go to the lower position, whatever blocks and
 A segment may be several sequences behind each other, which all follow the prompt and don't see each other.
 
 Shapes: T tokens of the segment (n of a block), P positions before it, S index keys, N index heads, I their dimension,
-K chosen positions (-1 where fewer exist). Scores are float32, or float64 for float64.
+K chosen positions (-1 where fewer exist), W ranks of the owner group. Scores are float32, or float64 for float64.
 
 Sources: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1; Megatron-Core 0.19.2, experimental_attention_variant/dsa.py.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_longstraw.latent_rows import LatentRows, blocks, product
 from megatron_longstraw.partial_attention import statistics_dtype
-from megatron_longstraw.token_shares import gather_shares, place, share_of, slice_of_share
+from megatron_longstraw.token_shares import place, share_of, slice_of_share
 
 _SCORES_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
 """Scores of single index heads that exist at once: what a CPU's cache holds, what keeps a GPU busy."""
@@ -63,8 +63,8 @@ def choose_positions(
         sequences: where each sequence lies among the tokens; by default there is one.
 
     Returns:
-        [T, K] int32 positions in ascending order where they are set, -1 elsewhere; the same on all ranks of the
-        owner group. K = min(topk, P + tokens of the longest sequence).
+        [T / W, K] int32, of this rank's share of the tokens: positions in ascending order where they are set, -1
+        elsewhere. K = min(topk, P + tokens of the longest sequence).
     """
     start, group = (0, None) if prompt is None else (prompt.end, prompt.group)
     sequences = sequences or [slice(0, len(index.queries))]
@@ -88,7 +88,7 @@ def choose_positions(
         assert of_block is not None
         values, positions = of_block
         chosen[block, : positions.shape[1]] = positions.where(values > -math.inf, -1)
-    return gather_shares(chosen, group)
+    return chosen
 
 
 def index_scores(index: IndexQueries, block: slice, keys_SI: Tensor) -> Tensor:
@@ -106,6 +106,7 @@ def index_scores(index: IndexQueries, block: slice, keys_SI: Tensor) -> Tensor:
         of_heads = of_heads.relu_() if index.relu else of_heads
         for of_head, weight in zip(of_heads, weights[heads].to(dtype), strict=True):
             scores.addcmul_(of_head, weight)
+        del of_heads, of_head  # before the next ones are made
     return scores
 
 

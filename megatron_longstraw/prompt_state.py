@@ -10,7 +10,8 @@ and only those that it owns. Invariants, each checked where it could break:
    to a gradient that was taken.
 4. At the end of a group every row has been written and, in exact mode, every gradient has been taken.
 
-Recurrent layers keep states at chunk boundaries instead of rows: `megatron_longstraw.recurrent_state`.
+Recurrent layers keep states at chunk boundaries instead of rows: `megatron_longstraw.recurrent_state`. Sparse
+attention may keep what it chose for the prompt's own backward: `megatron_longstraw.kept_choices`.
 """
 
 import dataclasses
@@ -18,13 +19,15 @@ import enum
 import itertools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_longstraw.kept_choices import KeptChoices
 from megatron_longstraw.recurrent_state import BoundaryStates
 
 
@@ -262,15 +265,6 @@ class Pages:
             first = last
 
 
-@dataclass(frozen=True)
-class Constant:
-    """A field of a row that has no gradient: its name, the shape of one row of it, and its dtype."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class OwnedRows:
     """The rows of one layer that this rank owns, and their gradients.
 
@@ -278,10 +272,10 @@ class OwnedRows:
         length: positions of the prompt.
         shapes: name of each field of a row that has a gradient -> its shape.
         pages: how positions are dealt over the owner group.
-        dtype: of the fields that have a gradient.
+        dtype: of the rows.
         device: of rows and gradients.
         gradient_dtype: in which gradients are summed; None where none are wanted.
-        constants: the fields that have no gradient.
+        constants: the same for the fields that have none.
 
     Attributes:
         values: name of each field -> its owned rows [owned, *shape].
@@ -297,17 +291,16 @@ class OwnedRows:
         dtype: torch.dtype,
         device: torch.device,
         gradient_dtype: torch.dtype | None,
-        constants: Collection[Constant] = (),
+        constants: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.length = length
         self.pages = pages
         owned = pages.owned_before(length)
-        self.values = {n: torch.empty(owned, *shape, dtype=dtype, device=device) for n, shape in shapes.items()}
+        fields = {**shapes, **(constants or {})}
+        self.values = {n: torch.empty(owned, *shape, dtype=dtype, device=device) for n, shape in fields.items()}
         self.gradients: dict[str, Tensor] = {}
         if gradient_dtype is not None:
-            self.gradients = {n: torch.zeros_like(v, dtype=gradient_dtype) for n, v in self.values.items()}
-        for constant in constants:
-            self.values[constant.name] = torch.empty(owned, *constant.shape, dtype=constant.dtype, device=device)
+            self.gradients = {n: torch.zeros_like(self.values[n], dtype=gradient_dtype) for n in shapes}
         self._written = 0
         self._untaken = length
 
@@ -327,18 +320,6 @@ class OwnedRows:
             for name, rows in fields.items():
                 self.values[name][row] = rows[here]
         self._written = segment.end
-
-    def read(self, segment: Segment, **fields: Tensor) -> None:
-        """Puts the owned ones among a prompt chunk's rows into `fields`, in place; what others own stays as it is.
-
-        Args:
-            segment: the chunk.
-            fields: [>= length, *shape], for the rows of the segment in order.
-        """
-        self.check_written(segment.end)
-        for here, row in self.pages.runs(segment.start, segment.end):
-            for name, rows in fields.items():
-                rows[here] = self.values[name][row]
 
     def blocks(self, end: int, block_tokens: int) -> Iterator[slice]:
         """The owned rows of the positions below `end`, as slices of at most `block_tokens` rows."""
@@ -403,7 +384,7 @@ class StateOptions:
     gradient_dtype: torch.dtype | None = torch.float32
     """None keeps no gradients (detached)."""
     keep_choices: bool = False
-    """Whether rows hold the positions that sparse attention chose for them."""
+    """Whether the positions that sparse attention chose for the prompt are kept for its backward."""
     boundary_spacing: int = 1
     """Positions between the recurrent states that are kept until the prompt backward."""
 
@@ -421,6 +402,7 @@ class PromptState:
         self.options = options
         self._layers: dict[int, OwnedRows] = {}
         self._boundaries: dict[int, BoundaryStates] = {}
+        self._choices: dict[int, KeptChoices] = defaultdict(KeptChoices)
 
     def rows(
         self,
@@ -431,7 +413,7 @@ class PromptState:
         owners: int,
         dtype: torch.dtype,
         device: torch.device,
-        constants: Collection[Constant] = (),
+        constants: Mapping[str, tuple[int, ...]] | None = None,
     ) -> OwnedRows:
         """A layer's rows, allocated whole when first asked for."""
         if layer_number not in self._layers:
@@ -459,25 +441,32 @@ class PromptState:
             )
         return self._boundaries[layer_number]
 
+    def choices(self, layer_number: int) -> KeptChoices:
+        """What a layer of sparse attention chose, where `StateOptions.keep_choices` says so."""
+        return self._choices[layer_number]
+
     def layers(self) -> dict[int, OwnedRows | BoundaryStates]:
-        """What each layer that ran keeps, by layer number."""
+        """What each layer that ran keeps for later tokens, by layer number."""
         return {**self._layers, **self._boundaries}
 
     def check_complete(self) -> None:
-        """Raises RuntimeError, naming the layer, unless all was written and every gradient taken."""
-        for number, kept in self.layers().items():
+        """Raises RuntimeError, naming the layer, unless all was written, and every gradient and choice taken."""
+        for number, kept in self._kept():
             try:
                 kept.check_complete()
             except RuntimeError as error:
                 raise RuntimeError(f"layer {number}: {error}") from None
 
     def bytes(self) -> int:
-        """Bytes of rows and, at their most, of boundary states on this rank."""
-        return sum(kept.bytes() for kept in self.layers().values())
+        """Bytes of rows and, at their most, of boundary states and choices on this rank."""
+        return sum(kept.bytes() for _, kept in self._kept())
 
     def gradient_bytes(self) -> int:
         """Bytes of the rows' gradients and, at their most, of the boundaries' on this rank."""
-        return sum(kept.gradient_bytes() for kept in self.layers().values())
+        return sum(kept.gradient_bytes() for _, kept in self._kept())
+
+    def _kept(self) -> Iterator[tuple[int, OwnedRows | BoundaryStates | KeptChoices]]:
+        return itertools.chain(self._layers.items(), self._boundaries.items(), self._choices.items())
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:

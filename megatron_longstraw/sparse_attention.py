@@ -9,9 +9,9 @@ each rank attends, with all heads, for its share of the tokens:
 
 A segment may be several sequences behind each other, which all follow the prompt and don't see each other.
 
-Shapes: T tokens of the segment (n of a block), K chosen positions (-1 where fewer exist), H attention heads, D width of
-a row (a key; its first V values are the value, too), R rows of the prompt as they travel. Scores, softmax and sums of
-gradients are float32, or float64 for float64.
+Shapes: T tokens of the segment (S of this rank's share, n of a block), K chosen positions (-1 where fewer exist), H
+attention heads, D width of a row (a key; its first V values are the value, too). Scores, softmax and sums of gradients
+are float32, or float64 for float64.
 
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
 """
@@ -26,13 +26,13 @@ from torch import Tensor
 from megatron_longstraw.latent_rows import LatentRows, blocks, product
 from megatron_longstraw.partial_attention import statistics_dtype
 from megatron_longstraw.prompt_state import Attend, OwnedRows, Segment, attend_anew
-from megatron_longstraw.token_shares import heads_to_tokens, share_of, tokens_to_heads
+from megatron_longstraw.token_shares import heads_to_tokens, slice_of_share, tokens_to_heads
 
 
 def sparse_attention(
     q_THD: Tensor,
     rows_TD: Tensor,
-    chosen_TK: Tensor,
+    chosen_SK: Tensor,
     prompt: LatentRows | None,
     *,
     value_width: int,
@@ -46,7 +46,7 @@ def sparse_attention(
     Args:
         q_THD: queries of this rank's heads.
         rows_TD: the rows of the same tokens, on every rank of the owner group.
-        chosen_TK: from `position_choice.choose_positions`; at least one for each token.
+        chosen_SK: from `position_choice.choose_positions`, of this rank's share of the tokens; at least one for each.
         prompt: the prompt's rows, or None for a segment that starts its sequence and is not shared by ranks. Backward
             adds their gradients to `prompt.rows` itself.
         value_width: V.
@@ -59,11 +59,11 @@ def sparse_attention(
         [T, H, V] in the dtype of the queries. The gradient of `rows_TD` is this rank's part (that of its tokens, or of
         its heads where `prompt` is None): the caller's gather over sequence-parallel ranks sums it.
     """
-    tokens = len(q_THD)
-    first = torch.empty(tokens, 1, dtype=torch.int64, device=q_THD.device)
-    for sequence in sequences or [slice(0, tokens)]:
-        first[sequence] = sequence.start
-    return _SparseAttention.apply(q_THD, rows_TD, chosen_TK, first, prompt, value_width, scale, query_block, attend)
+    group = None if prompt is None else prompt.group
+    first = torch.empty(len(chosen_SK), 1, dtype=torch.int64, device=q_THD.device)
+    for sequence in sequences or [slice(0, len(q_THD))]:
+        first[slice_of_share(sequence, group)] = sequence.start
+    return _SparseAttention.apply(q_THD, rows_TD, chosen_SK, first, prompt, value_width, scale, query_block, attend)
 
 
 def inject_latent_gradient(latent: Tensor, rows: OwnedRows, segment: Segment) -> Tensor:
@@ -86,7 +86,7 @@ class _SparseAttention(torch.autograd.Function):
 
         def compute() -> tuple[Tensor]:
             together = rows if prompt is None else prompt.latents_and(rows)
-            choice = _Choice(share_of(chosen, group), share_of(first, group), prompt)
+            choice = _Choice(chosen, first, prompt)
             out = _attend(heads_to_tokens(q, group), together, choice, value_width, scale, query_block)
             return (tokens_to_heads(out, group),)
 
@@ -99,7 +99,7 @@ class _SparseAttention(torch.autograd.Function):
         q, rows, chosen, first = ctx.saved_tensors
         prompt, group = ctx.prompt, ctx.group
         together = rows if prompt is None else prompt.latents_and(rows)
-        choice = _Choice(share_of(chosen, group), share_of(first, group), prompt)
+        choice = _Choice(chosen, first, prompt)
         dout, q = heads_to_tokens(dout, group), heads_to_tokens(q, group)
         of_prompt = len(together) - len(rows)
         unwanted = 0 if prompt is None or prompt.wants_gradient else of_prompt
@@ -140,11 +140,11 @@ class _LatentRoot(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Choice:
-    """What some tokens have chosen.
+    """What this rank's share of the tokens have chosen.
 
     Args:
-        chosen: [T, K] positions, -1 for none.
-        first: [T, 1], which of the segment's rows the sequence of each token starts with.
+        chosen: [S, K] positions, -1 for none.
+        first: [S, 1], which of the segment's rows the sequence of each token starts with.
         prompt: the prompt's rows.
     """
 
@@ -161,40 +161,49 @@ class _Choice:
         return own.where(chosen >= self.prompt.end, self.prompt.among_all(chosen)).where(chosen >= 0, -1)
 
 
-# -- attention of q [T, H, D], block by block, over what they have chosen of some rows
+# -- attention of q [S, H, D], block by block, over what they have chosen of some rows
 
 
 def _attend(q: Tensor, rows: Tensor, choice: _Choice, value_width: int, scale: float, query_block: int) -> Tensor:
-    """[T, H, V]"""
+    """[S, H, V]"""
     out = q.new_empty(*q.shape[:2], value_width)
-    for block in blocks(slice(0, len(q)), query_block):
+
+    def attend(block: slice) -> None:
         keys, p = _probabilities(q[block], rows, choice.rows(block), scale)
         out[block] = product(p.to(keys.dtype), keys[..., :value_width])
+
+    for block in blocks(slice(0, len(q)), query_block):
+        attend(block)
     return out
 
 
 def _attend_backward(
     dout: Tensor, q: Tensor, rows: Tensor, choice: _Choice, unwanted: int, scale: float, query_block: int
 ) -> tuple[Tensor, Tensor]:
-    """dq [T, H, D], and the gradients of all rows but the first `unwanted`."""
+    """dq [S, H, D], and the gradients of all rows but the first `unwanted`."""
     dq = torch.empty_like(q)
     value_width = dout.shape[-1]
     # the first one takes what belongs to none
     drows = rows.new_zeros(1 + len(rows) - unwanted, rows.shape[1], dtype=statistics_dtype(rows))
-    for block in blocks(slice(0, len(q)), query_block):
+
+    def attend_backward(block: slice) -> None:
         chosen = choice.rows(block)
         keys, p = _probabilities(q[block], rows, chosen, scale)
         dp = product(dout[block], keys[..., :value_width].transpose(1, 2))
         ds = (p * (dp - (p * dp).sum(-1, keepdim=True)) * scale).to(keys.dtype)
-        dkeys = product(ds.transpose(1, 2), q[block])
-        dkeys[..., :value_width] += product(p.to(keys.dtype).transpose(1, 2), dout[block])
         dq[block] = product(ds, keys)
+        del keys, dp
+        dkeys = product(ds.transpose(1, 2), q[block])
+        dkeys[..., :value_width] += product(p.to(q.dtype).transpose(1, 2), dout[block])
         drows.index_add_(0, (chosen + 1 - unwanted).clamp(min=0).flatten(), dkeys.flatten(0, 1))
+
+    for block in blocks(slice(0, len(q)), query_block):
+        attend_backward(block)
     return dq, drows[1:]
 
 
 def _probabilities(q: Tensor, rows: Tensor, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """The chosen keys [n, K, D] and their probabilities [n, H, K]."""
     keys = rows[chosen.clamp(min=0)]
-    scores = product(q, keys.transpose(1, 2)) * scale
+    scores = product(q, keys.transpose(1, 2)).mul_(scale)
     return keys, scores.masked_fill_((chosen < 0)[:, None], -math.inf).softmax(-1)

@@ -28,6 +28,11 @@ def _group() -> list[RolloutGroup]:
     return glm_groups()[2:]
 
 
+def _choice_bytes(tp: int, topk: int = TOPK) -> int:
+    """Of a layer and rank: int32 positions of its share of each chunk, as many as a token of the chunk may choose."""
+    return sum(-(-tokens // tp) * min(topk, start + tokens) * 4 for start, tokens in STARTS.items())
+
+
 def _uneven(layout: Layout, **schedule: Any) -> RunConfig:
     return with_schedule(tiny_glm(layout), prompt_chunk_tokens=7, **schedule)
 
@@ -81,18 +86,20 @@ def test_keeping_choices_changes_no_bit(ranks: Ranks, layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_prompt_backward_takes_what_capture_chose(ranks: Ranks, layout: Layout) -> None:
-    """Layers that reuse a choice and recomputed ones, too; a row of padding chooses itself alone."""
-    for result in ranks.run(layout, _observe, _uneven(layout), _group()):
+    """Layers that reuse a choice and recomputed ones, too; a row of padding chooses itself alone. Each rank has its
+    share of a chunk's tokens: every tp-th."""
+    for rank, result in enumerate(ranks.run(layout, _observe, _uneven(layout), _group())):
         captured, prompt, again = (result["taken"][phase] for phase in ("capture", "prompt", "again"))
         assert prompt == {key: chosen for key, chosen in again.items() if key[1] in STARTS}
         assert prompt.keys() == {key for key in captured if key[0] < 5}  # the last layer has no attention here
         assert {start for _, start in prompt} == STARTS.keys()
         for (layer, start), chosen in prompt.items():
-            tokens = STARTS[start]
-            assert len(chosen) == tokens + tokens % layout.tp
-            width = min(TOPK, start + tokens)
-            padding = [[start + t] + [-1] * (width - 1) for t in range(tokens, len(chosen))]
-            assert chosen == captured[layer, start][:tokens] + padding, (layer, start)
+            width = min(TOPK, start + STARTS[start])
+            tokens = range(rank % layout.tp, STARTS[start] + STARTS[start] % layout.tp, layout.tp)
+            padding = [[start + t] + [-1] * (width - 1) for t in tokens if t >= STARTS[start]]
+            own = captured[layer, start][: len(tokens) - len(padding)]
+            assert chosen == own + padding, (layer, start)
+            assert all(start + t in row for t, row in zip(tokens, own, strict=False) if start + t < TOPK)
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["keep", "anew"])
@@ -105,8 +112,7 @@ def test_prompt_backward_chooses_nothing(ranks: Ranks, keep: bool, layers: int) 
     computing = {5: 3, 7: 4}[layers]
     counts = {"capture": len(STARTS) * computing, "response": 2 * computing}
     assert result["counts"] == (counts if keep else {**counts, "prompt": len(STARTS) * 3})
-    choices = 3 * TOPK * 4 if keep else 0
-    assert result["bytes"] == 25 * (8 * (layers * 24 + computing * 12) + choices)
+    assert result["bytes"] == 25 * 8 * (layers * 24 + computing * 12) + keep * 3 * _choice_bytes(1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -116,8 +122,8 @@ def test_state_bytes_are_those_of_the_formula(ranks: Ranks, layout: Layout, grad
     results = ranks.run(layout, _observe, _uneven(layout, prompt_gradient=gradient), _group())
     stages = [(5, 3)] if layout.pp == 1 else [(2, 2), (3, 1)]  # layers, and those of them that compute an index
     owned = [sum(p // 5 % layout.tp == rank for p in range(25)) for rank in range(layout.tp)]
-    choices = TOPK * 4 if gradient == "exact" else 0
-    want = [rows * (8 * 24 * n + (8 * 12 + choices) * computing) for n, computing in stages for rows in owned]
+    choices = _choice_bytes(layout.tp) if gradient == "exact" else 0
+    want = [8 * rows * (24 * n + 12 * computing) + choices * computing for n, computing in stages for rows in owned]
     assert [result["bytes"] for result in results] == want
 
 
@@ -130,12 +136,12 @@ def test_choices_are_no_wider_than_the_prompt(ranks: Ranks) -> None:
     ]
     for kept, anew in zip(*(ranks.run(layout, _observe, run, _group()) for run in runs), strict=True):
         torch.testing.assert_close(kept["gradients"], anew["gradients"], rtol=0, atol=0)
-        rows = anew["bytes"] // (8 * (5 * 24 + 3 * 12))
-        assert kept["bytes"] - anew["bytes"] == rows * 3 * 25 * 4
+        assert kept["bytes"] - anew["bytes"] == 3 * _choice_bytes(layout.tp, topk=64)
 
 
 def test_choices_cost_their_bytes_and_no_more(ranks: Ranks) -> None:
-    """At the peak, in the prompt backward: 64 positions in int32 of 66 tokens on 3 layers."""
+    """The peak is in backward of the second of three chunks: what is left then is the first chunk's, of 24 tokens
+    that chose from 24 positions, on 3 layers."""
     runs = [with_schedule(tiny_glm(Layout(), dsa_indexer_topk=64), keep_choices=keep) for keep in (True, False)]
     kept, anew = (ranks.run(Layout(), _observe, run, glm_groups())[0]["peak"] for run in runs)
-    assert kept - anew == 66 * 3 * 64 * 4
+    assert kept - anew == 3 * 24 * 24 * 4

@@ -15,7 +15,7 @@ LAYERS = [
     ["config"],
     ["cpu_platform", "float64"],
     ["distributed"],
-    ["rollouts", "recurrent_state", "logprobs"],
+    ["rollouts", "recurrent_state", "kept_choices", "logprobs"],
     ["prompt_state", "partial_attention"],
     ["objectives", "attention", "latent_rows", "token_shares"],
     ["position_choice", "sparse_attention"],

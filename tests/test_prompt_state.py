@@ -1,12 +1,9 @@
 """Pages, owners and the ledger of rows: the numbered invariants of megatron_longstraw.prompt_state."""
 
-import itertools
-
 import pytest
 import torch
 
 from megatron_longstraw.prompt_state import (
-    Constant,
     OwnedRows,
     Pages,
     Phase,
@@ -29,7 +26,7 @@ def _rows(length: int, pages: Pages, gradient: torch.dtype | None = torch.float3
         dtype=torch.float32,
         device=torch.device("cpu"),
         gradient_dtype=gradient,
-        constants=[Constant("chosen", (4,), torch.int32)],
+        constants={"index_key": (4,)},
     )
 
 
@@ -75,30 +72,6 @@ def test_rows_of_all_owners_are_the_prompt() -> None:
     assert torch.equal(rebuilt, whole)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_each_owner_reads_back_its_own_rows_of_a_chunk(size: int) -> None:
-    """Together they are what was written, bit for bit; padding and the rows of others stay what they were."""
-    key, chosen = torch.randn(29, 2, 3), torch.randint(1000, (29, 4), dtype=torch.int32)
-    owners = [_rows(29, Pages(4, rank, size)) for rank in range(size)]
-    chunks = [_chunk(start, min(10, 29 - start)) for start in range(0, 29, 10)]
-    for rows, chunk in itertools.product(owners, chunks):
-        padded = torch.full((12 - chunk.length, 2, 3), torch.nan), torch.full((12 - chunk.length, 4), 7)
-        here = slice(chunk.start, chunk.end)
-        rows.write(chunk, key=torch.cat([key[here], padded[0]]), chosen=torch.cat([chosen[here], padded[1]]))
-    for chunk in reversed(chunks):
-        read_key, read_chosen = torch.zeros(12, 2, 3), torch.full((12, 4), -1, dtype=torch.int32)
-        for rank, rows in enumerate(owners):
-            alone = torch.full_like(read_chosen, -1)
-            rows.read(chunk, key=read_key, chosen=alone)
-            mine = torch.tensor([p < chunk.end and p // 4 % size == rank for p in range(chunk.start, chunk.start + 12)])
-            assert torch.equal(alone[mine], chosen[chunk.start : chunk.end][mine[: chunk.length]])
-            assert (alone[~mine] == -1).all()
-            read_chosen = torch.maximum(read_chosen, alone)
-        assert torch.equal(read_key[: chunk.length], key[chunk.start : chunk.end])
-        assert torch.equal(read_chosen[: chunk.length], chosen[chunk.start : chunk.end])
-        assert not read_key[chunk.length :].any() and (read_chosen[chunk.length :] == -1).all()
-
-
 def test_gradient_is_taken_by_the_owner_only() -> None:
     taken = torch.zeros(10, 2, 3)
     for rank in range(2):
@@ -121,8 +94,6 @@ def test_ledger_refuses_what_would_be_silently_wrong() -> None:
         rows.write(_chunk(0, 5), key=torch.zeros(5, 2, 3))
     with pytest.raises(RuntimeError, match="rows before 10 read when 5 of 10"):
         list(rows.blocks(10, 4))
-    with pytest.raises(RuntimeError, match="rows before 10 read when 5 of 10"):
-        rows.read(_chunk(5, 5, Phase.PROMPT), key=torch.zeros(5, 2, 3))
     with pytest.raises(RuntimeError, match="5 written"):
         rows.check_complete()
     rows.write(_chunk(5, 5), key=torch.zeros(5, 2, 3))
@@ -137,7 +108,7 @@ def test_ledger_refuses_what_would_be_silently_wrong() -> None:
 
 def test_constants_have_no_gradient() -> None:
     rows = _rows(4, Pages(4, 0, 1))
-    assert rows.values["chosen"].dtype == torch.int32 and rows.gradients.keys() == {"key"}
+    assert rows.values.keys() == {"key", "index_key"} and rows.gradients.keys() == {"key"}
     assert rows.bytes() == 4 * (2 * 3 * 4 + 4 * 4)
     assert rows.gradient_bytes() == 4 * 2 * 3 * 4
 
@@ -187,3 +158,21 @@ def test_recomputation_sees_its_own_micro_batch() -> None:
     assert runtime.segment.start == 7 and not runtime.micro_batch.is_recomputed
     runtime.end()
     assert runtime.segment.phase is Phase.PLAIN
+
+
+def test_choices_are_taken_once_and_last_first() -> None:
+    state = PromptState(5, StateOptions())
+    kept, choices = state.choices(3), [torch.zeros(2, 4, dtype=torch.int32), torch.ones(1, 5, dtype=torch.int32)]
+    kept.keep(0, choices[0])
+    kept.keep(4, choices[1])
+    with pytest.raises(RuntimeError, match="chunk at 4 kept after that at 4"):
+        kept.keep(4, choices[1])
+    with pytest.raises(RuntimeError, match=r"chunk at 0 taken when those at \[0, 4\] are left"):
+        kept.take(0)
+    with pytest.raises(RuntimeError, match=r"layer 3: choices of the chunks at \[0, 4\] are left"):
+        state.check_complete()
+    assert kept.take(4) is choices[1] and kept.take(0) is choices[0]
+    with pytest.raises(RuntimeError, match="chunk at 0 taken when"):
+        kept.take(0)
+    state.check_complete()
+    assert (state.bytes(), state.gradient_bytes()) == (4 * (8 + 5), 0)

@@ -67,7 +67,7 @@ def test_what_is_kept_goes_with_a_graph_that_never_runs_backward(kind: str) -> N
     del out
     runtime.end()
     gc.collect()
-    assert [tensor() for tensor in kept] == [None, None]
+    assert kept and not any(tensor() is not None for tensor in kept)
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -8,7 +8,7 @@ import torch
 
 from megatron_longstraw.latent_rows import LatentRows
 from megatron_longstraw.position_choice import IndexQueries, choose_positions
-from megatron_longstraw.prompt_state import Constant, OwnedRows, Pages, Phase, PromptState, Segment, StateOptions
+from megatron_longstraw.prompt_state import OwnedRows, Pages, Phase, PromptState, Segment, StateOptions
 from megatron_longstraw.sparse_attention import inject_latent_gradient, latent_root, sparse_attention
 from tests.ranks import Layout, Ranks
 
@@ -98,7 +98,7 @@ def _owned(
         dtype=dtype,
         device=torch.device("cpu"),
         gradient_dtype=dtype,
-        constants=[Constant("index_key", (INDEX_WIDTH,), dtype)],
+        constants={"index_key": (INDEX_WIDTH,)},
     )
     for values in rows.values.values():
         values.fill_(math.nan)
@@ -123,7 +123,8 @@ def _compare(sizes: dict[str, int], ties: bool, unwritten_pages: int = 1) -> dic
     heads = slice(rank * HEADS // world, (rank + 1) * HEADS // world)
     prompt = _owned(x, sizes, rank, world, group, unwritten=world * unwritten_pages * sizes["page"])
     chosen = choose_positions(x["index"], prompt, **_blocks(sizes))
-    want = _dense_choice(x["index"], x["index_keys"])
+    whole = _dense_choice(x["index"], x["index_keys"])
+    want = whole[rank::world] if prompt is not None else whole
     q, current = x["q"][:, heads].clone().requires_grad_(), x["rows"][length:].clone().requires_grad_()
     out = sparse_attention(q, current, chosen, prompt, value_width=VALUE, scale=SCALE, query_block=sizes["query_block"])
     out.backward(x["dout"][:, heads])
@@ -131,7 +132,7 @@ def _compare(sizes: dict[str, int], ties: bool, unwritten_pages: int = 1) -> dic
     if world > 1:
         dist.all_reduce(dcurrent)  # what the caller's gather does
     q_whole, rows_whole = x["q"].clone().requires_grad_(), x["rows"].clone().requires_grad_()
-    reference = _dense_sparse_attention(q_whole, rows_whole, want, VALUE, SCALE)
+    reference = _dense_sparse_attention(q_whole, rows_whole, whole, VALUE, SCALE)
     reference.backward(x["dout"])
     differences = {
         "choice": float((chosen.sort(1).values != want.sort(1).values[:, -chosen.shape[1] :]).sum()),
@@ -182,7 +183,8 @@ def _compare_choices_in_float32() -> dict[str, bool]:
         x = _inputs(sizes, True, torch.float32)
         prompt = _owned(x, sizes, group.rank(), group.size(), group)
         chosen = choose_positions(x["index"], prompt, **_blocks(sizes)).sort(1).values
-        same[name] = torch.equal(chosen, _dense_choice(x["index"], x["index_keys"]).sort(1).values)
+        want = _dense_choice(x["index"], x["index_keys"]).sort(1).values
+        same[name] = torch.equal(chosen, want if prompt is None else want[group.rank() :: group.size()])
     return same
 
 
@@ -261,17 +263,13 @@ def test_each_position_has_one_owner_and_row() -> None:
         assert Pages(7, size - 1, size).most_owned_before(100) == max(counts)
 
 
-INDEX_KEY, CHOSEN = Constant("index_key", (128,), torch.bfloat16), Constant("chosen", (2048,), torch.int32)
-
-
 @pytest.mark.parametrize(
     ("constants", "constant_bytes"),
-    [([INDEX_KEY, CHOSEN], 128 * 2 + 8192), ([INDEX_KEY], 128 * 2), ([], 0)],
-    ids=["keeping", "computing", "reusing"],
+    [({"index_key": (128,)}, 128 * 2), ({}, 0)],
+    ids=["computing", "reusing"],
 )
-def test_state_bytes_at_full_size(constants: list[Constant], constant_bytes: int) -> None:
-    """GLM-5.2's widths in bfloat16 on TP8: owned rows x (576 x 2 bytes; where an index is computed 128 x 2 more, and
-    8 KiB where its choice is kept)."""
+def test_state_bytes_at_full_size(constants: dict[str, tuple[int]], constant_bytes: int) -> None:
+    """GLM-5.2's widths in bfloat16 on TP8: owned rows x (576 x 2 bytes; where an index is computed 128 x 2 more)."""
     length, page, owners = 10_000, 256, 8
     owned_total = 0
     for rank in range(owners):
@@ -289,7 +287,7 @@ def test_state_bytes_at_full_size(constants: list[Constant], constant_bytes: int
         owned_total += owned
         assert len(rows.values["latent"]) == owned
         assert state.bytes() == owned * (576 * 2 + constant_bytes)
-        assert state.gradient_bytes() == owned * 576 * 4  # float32, and none for index keys and choices
+        assert state.gradient_bytes() == owned * 576 * 4  # float32, and none for index keys
         assert abs(owned - length / owners) < page
     assert owned_total == length
 

@@ -1,12 +1,13 @@
 """Sparse attention over a prompt's latents, as core attention of Megatron's absorbed latent attention.
 
 A layer keeps one row a prompt position: the latent and the rotary key (kv_lora_rank + qk_pos_emb_head_dim values),
-and, where the layer computes an index, the index key and the positions that the index chose. Latents are the same on
-all TP ranks, so each rank owns 1/TP of the rows, in pages, and the owner group is the whole TP group.
+and, where the layer computes an index, the index key. Latents are the same on all TP ranks, so each rank owns 1/TP of
+the rows, in pages, and the owner group is the whole TP group. Its ranks share the tokens of a segment, too: each
+chooses positions for its share, and attends there with all heads.
 
 IndexShare: some layers reuse the positions that a layer before them chose. The choice lives with the micro-batch
-(`MicroBatch.chosen`), where recomputation finds it, whatever ran since. The choice of a captured chunk is kept with
-its rows (`schedule.keep_choices`), and prompt backward, whose inputs are the same, takes it from there.
+(`MicroBatch.chosen`), where recomputation finds it, whatever ran since. The choice of a captured chunk is kept
+(`schedule.keep_choices`) for the prompt backward, whose inputs are the same.
 
 The indexer's parameters get no gradient: as in Megatron without its KL loss, the index reads detached inputs.
 """
@@ -21,13 +22,13 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
-from torch.nn.functional import pad
 
 from megatron_longstraw.latent_rows import LatentRows
 from megatron_longstraw.models.layers import last_layer_counts
 from megatron_longstraw.position_choice import IndexQueries, choose_positions
-from megatron_longstraw.prompt_state import Constant, OwnedRows, Phase, Runtime, Segment
+from megatron_longstraw.prompt_state import OwnedRows, Phase, Runtime, Segment
 from megatron_longstraw.sparse_attention import inject_latent_gradient, latent_root, sparse_attention
+from megatron_longstraw.token_shares import gather_shares, place, share_of, slice_of_share
 
 
 class PromptSparseAttention(DSAttention):
@@ -110,7 +111,8 @@ class PromptSparseAttention(DSAttention):
                 return latent_root(q, latent, self.config.kv_lora_rank, rows, segment)
             latent = inject_latent_gradient(latent, rows, segment)
             if self._keeps_choice and not self.runtime.micro_batch.is_recomputed:
-                self.runtime.micro_batch.chosen[self.layer_number] = self._captured_choice(rows, len(latent))
+                kept = self.runtime.current_state().choices(self.layer_number)
+                self.runtime.micro_batch.chosen[self.layer_number] = kept.take(segment.start)
         if segment.phase is Phase.CAPTURE and not self.output_of_capture:
             self._write(rows, latent, index)
             return q.new_zeros(*q.shape[:2], self.config.kv_lora_rank)
@@ -137,18 +139,25 @@ class PromptSparseAttention(DSAttention):
         """The positions of this micro-batch: chosen here and now, or by the layer whose choice this layer reuses."""
         chosen = self.runtime.micro_batch.chosen
         if index is not None:
-            sequences = self.runtime.segment.sequences(len(index.queries))
-            choice = choose_positions(
-                index, prompt, query_block=self.query_block, key_block=self.key_block, sequences=sequences
-            )
-            if self.runtime.on_choice is not None:
-                choice = self.runtime.on_choice(self.layer_number, self.runtime.segment, index, choice)
-            if self.runtime.segment.phase in (Phase.CAPTURE, Phase.PROMPT):
-                choice = _without_padding(choice, self.runtime.segment)
-            chosen[self.layer_number] = choice
+            chosen[self.layer_number] = self._choose(index, prompt)
         if self.source_layer not in chosen:
             raise RuntimeError(f"layer {self.layer_number} reuses the index of layer {self.source_layer}: not run yet")
         return chosen[self.source_layer]
+
+    def _choose(self, index: IndexQueries, prompt: LatentRows | None) -> Tensor:
+        runtime, segment, group = self.runtime, self.runtime.segment, None if prompt is None else prompt.group
+        sequences = segment.sequences(len(index.queries))
+        choice = choose_positions(
+            index, prompt, query_block=self.query_block, key_block=self.key_block, sequences=sequences
+        )
+        if runtime.on_choice is not None:
+            whole = runtime.on_choice(self.layer_number, segment, index, gather_shares(choice, group))
+            choice = share_of(whole, group)
+        if segment.phase in (Phase.CAPTURE, Phase.PROMPT):
+            choice = _without_padding(choice, segment, group)
+        if segment.phase is Phase.CAPTURE and self._keeps_choice:
+            runtime.current_state().choices(self.layer_number).keep(segment.start, choice)
+        return choice
 
     def _computes_index(self) -> bool:
         """Whether positions are scored here and now, not where an earlier choice is taken or none is wanted."""
@@ -158,32 +167,15 @@ class PromptSparseAttention(DSAttention):
 
     @property
     def _keeps_choice(self) -> bool:
-        """Whether this layer's rows hold its choice; the last layer's is of no use to a prompt chunk's backward."""
+        """Whether this layer's choice is kept; the last layer's is of no use to a prompt chunk's backward."""
         return self.indexer is not None and not self.is_last and self.runtime.current_state().options.keep_choices
 
-    @property
-    def _choice_width(self) -> int:
-        """As many positions as a prompt token may choose."""
-        return min(self.index_topk, self.runtime.current_state().length)
-
     def _write(self, rows: OwnedRows, latent: Tensor, index: IndexQueries | None) -> None:
-        """Keeps a captured chunk's rows, of a layer that has chosen if its choice is kept."""
+        """Keeps a captured chunk's rows."""
         fields = {"latent": latent}
         if index is not None:
             fields["index_key"] = index.keys
-        if self._keeps_choice:
-            chosen = self.runtime.micro_batch.chosen[self.layer_number]
-            fields["chosen"] = pad(chosen, (0, self._choice_width - chosen.shape[1]), value=-1)
         rows.write(self.runtime.segment, **fields)
-
-    def _captured_choice(self, rows: OwnedRows, tokens: int) -> Tensor:
-        """The choice [T, K] of this prompt chunk from its capture, put together from all owners."""
-        segment = self.runtime.segment
-        chosen = torch.full((tokens, self._choice_width), -1, dtype=torch.int32, device=rows.values["chosen"].device)
-        rows.read(segment, chosen=chosen)
-        if self.group is not None:
-            dist.all_reduce(chosen, op=dist.ReduceOp.MAX, group=self.group)
-        return _without_padding(chosen, segment)
 
     @torch.no_grad()
     def _index(self, x: Tensor, qr: Tensor) -> IndexQueries:
@@ -197,11 +189,6 @@ class PromptSparseAttention(DSAttention):
         )
 
     def _rows(self, latent: Tensor) -> OwnedRows:
-        constants = []
-        if self.indexer is not None:
-            constants.append(Constant("index_key", (self.config.dsa_indexer_head_dim,), latent.dtype))
-        if self._keeps_choice:
-            constants.append(Constant("chosen", (self._choice_width,), torch.int32))
         return self.runtime.current_state().rows(
             self.layer_number,
             shapes={"latent": tuple(latent.shape[1:])},
@@ -209,18 +196,20 @@ class PromptSparseAttention(DSAttention):
             owners=self.owners,
             dtype=latent.dtype,
             device=latent.device,
-            constants=constants,
+            constants={} if self.indexer is None else {"index_key": (self.config.dsa_indexer_head_dim,)},
         )
 
 
-def _without_padding(chosen: Tensor, segment: Segment) -> Tensor:
-    """The choice of a prompt chunk, no wider than its tokens may need, in which rows of padding choose their own
-    position alone: no choice of theirs is kept, and the chunk should flow through attention and experts in the same
-    way, and so with the same rounding, whenever it does."""
+def _without_padding(chosen: Tensor, segment: Segment, group: dist.ProcessGroup | None) -> Tensor:
+    """The choice of a share of a prompt chunk, no wider than its tokens may need, in which rows of padding choose
+    their own position alone: the chunk should flow through attention and experts in the same way, and so with the
+    same rounding, whenever it does."""
+    rank, size = place(group)
     chosen = chosen[:, : segment.end].contiguous()
-    padding = chosen[segment.length :]
+    padding = chosen[slice_of_share(slice(0, segment.length), group).stop :]
     padding.fill_(-1)
-    padding[:, 0] = torch.arange(segment.end, segment.start + len(chosen), device=chosen.device)
+    last = segment.start + rank + size * len(chosen)
+    padding[:, 0] = torch.arange(last - size * len(padding), last, size, device=chosen.device)
     return chosen
 
 
