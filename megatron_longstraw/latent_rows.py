@@ -37,6 +37,11 @@ class LatentRows:
         return self.rows.pages.most_owned_before(self.end)
 
     @property
+    def travelling(self) -> int:
+        """Rows that travel: W * rows_of_owner."""
+        return self.rows.pages.size * self.rows_of_owner
+
+    @property
     def wants_gradient(self) -> bool:
         return bool(self.rows.gradients)
 
@@ -58,14 +63,16 @@ class LatentRows:
             yield start, keys[: self.end - start]
 
     def latents_and(self, own: Tensor) -> Tensor:
-        """[W * rows_of_owner + T, D]: the latents of all owners, one owner's behind the other's, then `own` [T, D]."""
-        each, size = self.rows_of_owner, self.rows.pages.size
-        together = own.new_empty(size * each + len(own), own.shape[1])
-        of_prompt, together[size * each :] = together[: size * each], own
-        if each and self.group is not None:
-            dist.all_gather_into_tensor(of_prompt, self._own("latent", slice(0, each)), group=self.group)
-        elif each:
-            of_prompt.copy_(self._own("latent", slice(0, each)))
+        """[travelling + T, D]: the latents of all owners, one owner's behind the other's, then `own` [T, D]."""
+        together = own.new_empty(self.travelling + len(own), own.shape[1])
+        of_prompt, of_segment = together.tensor_split([self.travelling])
+        of_segment.copy_(own)
+        if len(of_prompt):
+            of_owner = self._own("latent", slice(0, self.rows_of_owner))
+            if self.group is None:
+                of_prompt.copy_(of_owner)
+            else:
+                dist.all_gather_into_tensor(of_prompt, of_owner, group=self.group)
         return together
 
     def among_all(self, positions: Tensor) -> Tensor:
@@ -77,7 +84,7 @@ class LatentRows:
         """Adds to the rows' gradients what the group's ranks have of them.
 
         Args:
-            partial: [W * rows_of_owner, D], this rank's part of the sum, in the order of `latents_and`.
+            partial: [travelling, D], this rank's part of the sum, in the order of `latents_and`.
         """
         if self.group is not None and len(partial):
             whole = torch.empty_like(partial[: self.rows_of_owner])

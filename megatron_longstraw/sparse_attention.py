@@ -104,6 +104,7 @@ class _SparseAttention(torch.autograd.Function):
         of_prompt = len(together) - len(rows)
         unwanted = 0 if prompt is None or prompt.wants_gradient else of_prompt
         dq, drows = _attend_backward(dout, q, together, choice, unwanted, ctx.scale, ctx.query_block)
+        del together, dout, q  # messages take as much again
         if of_prompt and not unwanted:
             prompt.add_gradients(drows[:of_prompt])
         drows = drows[len(drows) - len(rows) :].to(rows.dtype)
@@ -157,7 +158,7 @@ class _Choice:
         chosen, first = self.chosen[block].long(), self.first[block]
         if self.prompt is None:
             return (chosen + first).where(chosen >= 0, -1)
-        own = chosen - self.prompt.end + first + self.prompt.rows.pages.size * self.prompt.rows_of_owner
+        own = chosen - self.prompt.end + first + self.prompt.travelling
         return own.where(chosen >= self.prompt.end, self.prompt.among_all(chosen)).where(chosen >= 0, -1)
 
 
