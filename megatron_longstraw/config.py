@@ -137,10 +137,11 @@ class ScheduleConfig:
     state_gradient_dtype: Literal["float32", "model"] = "float32"
     """Precision in which dL/d(prompt state) is summed over responses; "model" is the model's own."""
     attention_block_tokens: int = 65536
-    """Owned prompt rows that one attention call reads, or index keys that queries are scored against at once; bounds
-    the workspace."""
+    """Owned prompt rows that one attention call reads, or index keys that queries are scored against at once (a page
+    of each TP rank at least); bounds the workspace."""
     query_block_tokens: int = 128
-    """Queries of sparse attention whose index scores and chosen rows exist at once; bounds its workspace."""
+    """Queries of sparse attention whose index scores and chosen rows exist at once; bounds its workspace (GLM-5.2: 1.2
+    GiB in backward), beside which one layer's rows of the whole prompt exist, in backward with float32 gradients."""
     log_prob_block_tokens: int = 1024
     """Tokens whose [tokens, vocabulary] logits exist at once."""
 

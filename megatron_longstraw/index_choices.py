@@ -73,7 +73,7 @@ class IndexChoices:
         self.different += len(differs)
         for i in differs.tolist():
             row = start + i
-            scores = index_scores(index, slice(row, row + 1), index.keys)[0]
+            scores = index_scores(index, slice(row, row + 1), index.keys.T)[0]
             exchanged = torch.tensor(sorted(_set(own[i]) ^ _set(noted[i])), device=scores.device)
             of_exchanged = scores[exchanged]
             gap = of_exchanged.max() - of_exchanged.min()

@@ -52,7 +52,7 @@ def merge_owners(out: Tensor, lse: Tensor, group: dist.ProcessGroup) -> tuple[Te
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[N, ...] of each rank -> [W * N, ...]: of heads, those of all ranks."""
+    """[N, ...] of each rank, heads or what else, -> [W * N, ...], one rank's behind the other's."""
     gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
     dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
     return gathered

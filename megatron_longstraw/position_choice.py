@@ -72,35 +72,32 @@ def choose_positions(
     rank, size = place(group)
     tokens = range(rank, len(index.queries), size)
     mine = replace(index, queries=share_of(index.queries, group), weights=share_of(index.weights, group))
-    queries = [(s, block) for s in sequences for block in blocks(slice_of_share(s, group), query_block)]
-
-    best: list[_Best | None] = [None] * len(queries)
-    for first, keys in prompt.index_keys(key_block) if prompt is not None else ():
-        for i, (_, block) in enumerate(queries):
-            best[i] = _better(best[i], index_scores(mine, block, keys), first, index.topk)
     width = min(index.topk, start + longest)
     chosen = torch.full((len(tokens), width), -1, dtype=torch.int32, device=index.keys.device)
-    for (sequence, block), of_block in zip(queries, best, strict=True):
-        for rows in blocks(slice(sequence.start, tokens[block][-1] + 1), key_block):
-            scores = index_scores(mine, block, index.keys[rows])
-            _hide_future(scores, rows, tokens[block])
-            of_block = _better(of_block, scores, start + rows.start - sequence.start, index.topk)
-        assert of_block is not None
-        values, positions = of_block
-        chosen[block, : positions.shape[1]] = positions.where(values > -math.inf, -1)
+    of_prompt = _best_of_prompt(mine, prompt, query_block, key_block) if prompt is not None and start else None
+    for sequence in sequences:
+        for block in blocks(slice_of_share(sequence, group), query_block):
+            best = None if of_prompt is None else (of_prompt[0][block], of_prompt[1][block])
+            for rows in blocks(slice(sequence.start, tokens[block][-1] + 1), key_block):
+                scores = index_scores(mine, block, index.keys[rows].T)
+                _hide_future(scores, rows, tokens[block])
+                best = _better(best, scores, start + rows.start - sequence.start, index.topk)
+            assert best is not None
+            values, positions = best
+            chosen[block, : positions.shape[1]] = positions.where(values > -math.inf, -1)
     return chosen
 
 
-def index_scores(index: IndexQueries, block: slice, keys_SI: Tensor) -> Tensor:
+def index_scores(index: IndexQueries, block: slice, keys_IS: Tensor) -> Tensor:
     """Scores [n, S] of a block of queries, future positions included.
 
     Heads are added one after the other, so that no block changes the order of their sum.
     """
     queries, weights = index.queries[block].transpose(0, 1), index.weights[block].T[..., None]
-    dtype = statistics_dtype(keys_SI)
-    scores = keys_SI.new_zeros(queries.shape[1], len(keys_SI), dtype=dtype)
-    at_once = max(1, _SCORES_AT_ONCE[keys_SI.device.type] // max(1, scores.numel()))
-    keys = keys_SI.T.contiguous()[None]
+    dtype = statistics_dtype(keys_IS)
+    scores = keys_IS.new_zeros(queries.shape[1], keys_IS.shape[1], dtype=dtype)
+    at_once = max(1, _SCORES_AT_ONCE[keys_IS.device.type] // max(1, scores.numel()))
+    keys = keys_IS.contiguous()[None]
     for heads in blocks(slice(0, len(queries)), at_once):
         of_heads = product(queries[heads].flatten(0, 1)[None], keys).view(-1, *scores.shape)
         of_heads = of_heads.relu_() if index.relu else of_heads
@@ -112,6 +109,18 @@ def index_scores(index: IndexQueries, block: slice, keys_SI: Tensor) -> Tensor:
 
 _Best = tuple[Tensor, Tensor]
 """The highest values of some positions [n, c], and these positions [n, c], int32, in ascending order."""
+
+
+def _best_of_prompt(index: IndexQueries, prompt: LatentRows, query_block: int, key_block: int) -> _Best:
+    """The prompt's best for each query."""
+    queries = list(blocks(slice(0, len(index.queries)), query_block))
+    best: list[_Best | None] = [None] * len(queries)
+    for first, keys in prompt.index_keys(key_block):
+        keys = keys.T.contiguous()
+        for i, block in enumerate(queries):
+            best[i] = _better(best[i], index_scores(index, block, keys), first, index.topk)
+    values, positions = (torch.cat(parts) for parts in zip(*(of_block for of_block in best if of_block), strict=True))
+    return values, positions
 
 
 def _better(best: _Best | None, values: Tensor, first: int, count: int) -> _Best:

@@ -109,8 +109,9 @@ class MicroBatch:
 
     Args:
         segment: the micro-batch.
-        chosen: number of a layer that chooses positions for others too (IndexShare) -> its choice. Layers that
-            reuse a choice are recomputed before the layer that made it, so recomputation never makes one anew.
+        chosen: number of a layer that chooses positions for others too (IndexShare) -> its choice, of this rank's
+            share of the tokens. Layers that reuse a choice are recomputed before the layer that made it, so
+            recomputation never makes one anew.
         attended: number of a layer -> what its attention gave (see `Attend`), kept for its recomputation.
         is_recomputed: whether layers run to rebuild a graph, not for the first time.
     """
@@ -381,6 +382,7 @@ class StateOptions:
 
     page_tokens: int = 256
     attention_block_tokens: int = 65536
+    query_block_tokens: int = 128
     gradient_dtype: torch.dtype | None = torch.float32
     """None keeps no gradients (detached)."""
     keep_choices: bool = False
@@ -390,7 +392,7 @@ class StateOptions:
 
 
 class PromptState:
-    """The rows and boundary states of all of this rank's layers for one prompt.
+    """The rows, boundary states and choices of all of this rank's layers for one prompt.
 
     Args:
         length: positions captured; the prompt's last token is not among them.

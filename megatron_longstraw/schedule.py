@@ -355,6 +355,7 @@ def _state_options(options: ScheduleConfig, exact: bool, config: Any) -> StateOp
     return StateOptions(
         page_tokens=options.page_tokens,
         attention_block_tokens=options.attention_block_tokens,
+        query_block_tokens=options.query_block_tokens,
         gradient_dtype=dtype if exact else None,
         keep_choices=options.keep_choices and exact,
         boundary_spacing=options.boundary_interval * options.prompt_chunk_tokens,

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_longstraw.latent_rows import LatentRows, blocks, product
 from megatron_longstraw.partial_attention import statistics_dtype
@@ -102,12 +103,12 @@ class _SparseAttention(torch.autograd.Function):
         choice = _Choice(chosen, first, prompt)
         dout, q = heads_to_tokens(dout, group), heads_to_tokens(q, group)
         of_prompt = len(together) - len(rows)
-        unwanted = 0 if prompt is None or prompt.wants_gradient else of_prompt
-        dq, drows = _attend_backward(dout, q, together, choice, unwanted, ctx.scale, ctx.query_block)
+        first_wanted = 0 if prompt is None or prompt.wants_gradient else of_prompt
+        dq, drows = _attend_backward(dout, q, together, choice, first_wanted, ctx.scale, ctx.query_block)
         del together, dout, q  # messages take as much again
-        if of_prompt and not unwanted:
+        if of_prompt and not first_wanted:
             prompt.add_gradients(drows[:of_prompt])
-        drows = drows[len(drows) - len(rows) :].to(rows.dtype)
+        drows = drows[len(drows) - len(rows) :].to(rows.dtype, copy=True)  # lets those of the prompt go
         return tokens_to_heads(dq, group), drows, None, None, None, None, None, None, None
 
 
@@ -179,13 +180,13 @@ def _attend(q: Tensor, rows: Tensor, choice: _Choice, value_width: int, scale: f
 
 
 def _attend_backward(
-    dout: Tensor, q: Tensor, rows: Tensor, choice: _Choice, unwanted: int, scale: float, query_block: int
+    dout: Tensor, q: Tensor, rows: Tensor, choice: _Choice, first_wanted: int, scale: float, query_block: int
 ) -> tuple[Tensor, Tensor]:
-    """dq [S, H, D], and the gradients of all rows but the first `unwanted`."""
+    """dq [S, H, D], and the gradients of the rows from `first_wanted` on."""
     dq = torch.empty_like(q)
     value_width = dout.shape[-1]
     # the first one takes what belongs to none
-    drows = rows.new_zeros(1 + len(rows) - unwanted, rows.shape[1], dtype=statistics_dtype(rows))
+    drows = rows.new_zeros(1 + len(rows) - first_wanted, rows.shape[1], dtype=statistics_dtype(rows))
 
     def attend_backward(block: slice) -> None:
         chosen = choice.rows(block)
@@ -194,9 +195,11 @@ def _attend_backward(
         ds = (p * (dp - (p * dp).sum(-1, keepdim=True)) * scale).to(keys.dtype)
         dq[block] = product(ds, keys)
         del keys, dp
-        dkeys = product(ds.transpose(1, 2), q[block])
-        dkeys[..., :value_width] += product(p.to(q.dtype).transpose(1, 2), dout[block])
-        drows.index_add_(0, (chosen + 1 - unwanted).clamp(min=0).flatten(), dkeys.flatten(0, 1))
+        # a row is key and, with its first values, value: one product for both
+        weights = torch.cat([ds, p.to(ds.dtype)], 1)
+        both = torch.cat([q[block], pad(dout[block], (0, q.shape[-1] - value_width))], 1)
+        dkeys = product(weights.transpose(1, 2), both)
+        drows.index_add_(0, (chosen + 1 - first_wanted).clamp(min=0).flatten(), dkeys.flatten(0, 1))
 
     for block in blocks(slice(0, len(q)), query_block):
         attend_backward(block)

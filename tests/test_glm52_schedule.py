@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -244,3 +245,31 @@ def test_examples_are_valid() -> None:
     parallel = full.parallel
     assert (parallel.tp, parallel.pp, parallel.ep, parallel.pipeline_layers) == (8, 4, 8, (18, 20, 20, 20))
     assert load_config(folder / "tiny.yaml").parallel.ep == 2
+
+
+def _block_sizes(built: RunConfig, run: RunConfig, groups: list[RolloutGroup]) -> set[tuple[str, int, int]]:
+    """(phase, query_block, key_block) of all choices of a pass under `run`, of a model built with `built`."""
+    from megatron_longstraw.compare import run_schedule
+    from megatron_longstraw.models import mla
+    from megatron_longstraw.trainer import build_ddp_model, unwrapped
+
+    model = build_ddp_model(built)
+    runtime, choose, seen = unwrapped(model)[0].runtime, mla.choose_positions, set()
+
+    def note(*args: Any, query_block: int, key_block: int, **options: Any) -> Any:
+        seen.add((runtime.segment.phase.value, query_block, key_block))
+        return choose(*args, query_block=query_block, key_block=key_block, **options)
+
+    with patch.object(mla, "choose_positions", note):
+        for schedule in ("longstraw", "stock"):
+            run_schedule(schedule, model, groups, run, rank_device())
+    return seen
+
+
+def test_blocks_are_those_of_the_schedule_that_runs(ranks: Ranks) -> None:
+    """As a loop of one's own gives it; a stock sequence has those that the model was built with."""
+    built = tiny_glm(Layout())
+    run = with_schedule(built, query_block_tokens=3, attention_block_tokens=7)
+    assert ranks.run(Layout(), _block_sizes, built, run, glm_groups()[1:]) == [
+        {("capture", 3, 7), ("response", 3, 7), ("plain", 40, 13)}
+    ]

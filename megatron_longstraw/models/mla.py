@@ -36,8 +36,7 @@ class PromptSparseAttention(DSAttention):
 
     Args:
         runtime: the model's runtime.
-        query_block: queries whose index scores and chosen rows exist at once.
-        key_block: index keys that they are scored against at once.
+        query_block, key_block: schedule.query_block_tokens and schedule.attention_block_tokens of stock sequences.
         plain_attention: what runs a stock sequence: "longstraw" is this module without prompt rows, "megatron" is
             Megatron's own forward (its scores are [heads, tokens, tokens], and the position it takes where index
             scores are equal is not defined: give tiny models 16 index heads or more, so that none are).
@@ -130,7 +129,7 @@ class PromptSparseAttention(DSAttention):
             prompt,
             value_width=self.config.kv_lora_rank,
             scale=self.softmax_scale,
-            query_block=self.query_block,
+            query_block=self._blocks[0],
             sequences=self.runtime.segment.sequences(len(q)),
             attend=self.runtime.attend_of(self.layer_number),
         )
@@ -147,17 +146,25 @@ class PromptSparseAttention(DSAttention):
     def _choose(self, index: IndexQueries, prompt: LatentRows | None) -> Tensor:
         runtime, segment, group = self.runtime, self.runtime.segment, None if prompt is None else prompt.group
         sequences = segment.sequences(len(index.queries))
-        choice = choose_positions(
-            index, prompt, query_block=self.query_block, key_block=self.key_block, sequences=sequences
-        )
+        query_block, key_block = self._blocks
+        choice = choose_positions(index, prompt, query_block=query_block, key_block=key_block, sequences=sequences)
         if runtime.on_choice is not None:
             whole = runtime.on_choice(self.layer_number, segment, index, gather_shares(choice, group))
-            choice = share_of(whole, group)
+            choice = share_of(whole, group).contiguous()
         if segment.phase in (Phase.CAPTURE, Phase.PROMPT):
             choice = _without_padding(choice, segment, group)
         if segment.phase is Phase.CAPTURE and self._keeps_choice:
             runtime.current_state().choices(self.layer_number).keep(segment.start, choice)
         return choice
+
+    @property
+    def _blocks(self) -> tuple[int, int]:
+        """Queries, and the index keys that they are scored against at once: what the schedule that runs says, and of
+        a stock sequence what the model was built with."""
+        if self.runtime.state is None:
+            return self.query_block, self.key_block
+        options = self.runtime.state.options
+        return options.query_block_tokens, options.attention_block_tokens
 
     def _computes_index(self) -> bool:
         """Whether positions are scored here and now, not where an earlier choice is taken or none is wanted."""
