@@ -21,7 +21,7 @@ from megatron_longstraw.bench import COLUMNS, Point, Sweep, Table, bench, bisect
 from megatron_longstraw.bench_plot import draw
 from megatron_longstraw.child import EndedBySignal, signals_end_the_command
 from megatron_longstraw.cli import main
-from megatron_longstraw.config import ConfigError, load_config
+from megatron_longstraw.config import ConfigError, RunConfig, load_config
 from tests.ranks import Layout, Ranks
 from tests.torchrun import ROOT
 
@@ -40,6 +40,11 @@ def _sweep(output: Path, **changes: Any) -> Sweep:
         "modes": ["stock", "exact"],
     }
     return Sweep(**{**fields, **changes})
+
+
+def _in_chunks(tokens: int) -> RunConfig:
+    run = load_config(CONFIG)
+    return replace(run, schedule=replace(run.schedule, prompt_chunk_tokens=tokens))
 
 
 def _fake(answer: Callable[[Point], dict[str, Any]], seen: list[Point]) -> Any:
@@ -147,7 +152,7 @@ def test_bisection() -> None:
 
 def test_longest_prompt_and_its_restart(tmp_path: Path) -> None:
     chunk, seen = 2048, list[Point]()
-    sweep = _sweep(tmp_path / "out", prompt_tokens=[3000], memory_limit_gib=1.0)
+    sweep = _sweep(tmp_path / "out", run=_in_chunks(chunk), prompt_tokens=[3000], memory_limit_gib=1.0)
 
     def answer(point: Point) -> dict[str, Any]:
         if point.mode == "stock" and point.prompt_tokens > 3 * chunk:
@@ -176,7 +181,7 @@ def test_longest_prompt_under_another_limit_in_the_same_folder(tmp_path: Path, g
             return {"error": "OutOfMemoryError: CUDA out of memory."}
         return {"peak_bytes": peak}
 
-    sweep = _sweep(tmp_path / "out", prompt_tokens=[2048], modes=["exact"], gpu=gpu)
+    sweep = _sweep(tmp_path / "out", run=_in_chunks(2048), prompt_tokens=[2048], modes=["exact"], gpu=gpu)
     for limit, tokens in ((0.5, 16384), (1.0, 32768), (0.25, 8192)):
         assert longest(replace(sweep, memory_limit_gib=limit), measure)["exact"][0] == tokens
     count = len(seen)
