@@ -15,6 +15,7 @@ Sources: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1; Megatron-Core 0.19.2, ex
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -119,7 +120,7 @@ def _best_of_prompt(index: IndexQueries, prompt: LatentRows, query_block: int, k
         keys = keys.T.contiguous()
         for i, block in enumerate(queries):
             best[i] = _better(best[i], index_scores(index, block, keys), first, index.topk)
-    values, positions = (torch.cat(parts) for parts in zip(*(of_block for of_block in best if of_block), strict=True))
+    values, positions = (torch.cat(parts) for parts in zip(*cast(list[_Best], best), strict=True))
     return values, positions
 
 

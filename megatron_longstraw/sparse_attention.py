@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -83,25 +84,24 @@ def latent_root(q_THD: Tensor, latent: Tensor, value_width: int, rows: OwnedRows
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, rows, chosen, first, prompt, value_width, scale, query_block, attend):  # type: ignore[no-untyped-def]
-        group = None if prompt is None else prompt.group
+        choice = _Choice(chosen, first, prompt)
 
         def compute() -> tuple[Tensor]:
-            together = rows if prompt is None else prompt.latents_and(rows)
-            choice = _Choice(chosen, first, prompt)
-            out = _attend(heads_to_tokens(q, group), together, choice, value_width, scale, query_block)
-            return (tokens_to_heads(out, group),)
+            together = choice.rows_to_choose_from(rows)
+            out = _attend(heads_to_tokens(q, choice.group), together, choice, value_width, scale, query_block)
+            return (tokens_to_heads(out, choice.group),)
 
         ctx.save_for_backward(q, rows, chosen, first)
-        ctx.prompt, ctx.group, ctx.scale, ctx.query_block = prompt, group, scale, query_block
+        ctx.prompt, ctx.scale, ctx.query_block = prompt, scale, query_block
         return attend(compute)[0]
 
     @staticmethod
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
         q, rows, chosen, first = ctx.saved_tensors
-        prompt, group = ctx.prompt, ctx.group
-        together = rows if prompt is None else prompt.latents_and(rows)
+        prompt = ctx.prompt
         choice = _Choice(chosen, first, prompt)
-        dout, q = heads_to_tokens(dout, group), heads_to_tokens(q, group)
+        together = choice.rows_to_choose_from(rows)
+        dout, q = heads_to_tokens(dout, choice.group), heads_to_tokens(q, choice.group)
         of_prompt = len(together) - len(rows)
         first_wanted = 0 if prompt is None or prompt.wants_gradient else of_prompt
         dq, drows = _attend_backward(dout, q, together, choice, first_wanted, ctx.scale, ctx.query_block)
@@ -109,7 +109,7 @@ class _SparseAttention(torch.autograd.Function):
         if of_prompt and not first_wanted:
             prompt.add_gradients(drows[:of_prompt])
         drows = drows[len(drows) - len(rows) :].to(rows.dtype, copy=True)  # lets those of the prompt go
-        return tokens_to_heads(dq, group), drows, None, None, None, None, None, None, None
+        return tokens_to_heads(dq, choice.group), drows, None, None, None, None, None, None, None
 
 
 class _InjectLatentGradient(torch.autograd.Function):
@@ -154,8 +154,17 @@ class _Choice:
     first: Tensor
     prompt: LatentRows | None
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the tokens."""
+        return None if self.prompt is None else self.prompt.group
+
+    def rows_to_choose_from(self, own: Tensor) -> Tensor:
+        """The prompt's rows as they travel and, behind those, the segment's `own`."""
+        return own if self.prompt is None else self.prompt.latents_and(own)
+
     def rows(self, block: slice) -> Tensor:
-        """[n, K]: where it is among the prompt's rows as they travel and, behind those, the segment's; -1 for none."""
+        """[n, K]: which of `rows_to_choose_from` it is; -1 for none."""
         chosen, first = self.chosen[block].long(), self.first[block]
         if self.prompt is None:
             return (chosen + first).where(chosen >= 0, -1)
