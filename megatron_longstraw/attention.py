@@ -155,6 +155,7 @@ class _StateRoot(torch.autograd.Function):
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
         dkey, dvalue = dout.new_zeros(ctx.kv_shape), dout.new_zeros(ctx.kv_shape)
         ctx.rows.take_gradient(ctx.segment, key=dkey, value=dvalue)
+        ctx.rows.drop("key", "value")  # responses are behind us, and prompt chunks don't read them here
         return dout.new_zeros(ctx.q_shape), dkey, dvalue, None, None
 
 

@@ -64,8 +64,8 @@ def choose_positions(
         sequences: where each sequence lies among the tokens; by default there is one.
 
     Returns:
-        [T / W, K] int32, of this rank's share of the tokens: positions in ascending order where they are set, -1
-        elsewhere. K = min(topk, P + tokens of the longest sequence).
+        [T / W, K] int32, of this rank's share of the tokens: positions in ascending order, and -1 behind them.
+        K = min(topk, P + tokens of the longest sequence).
     """
     start, group = (0, None) if prompt is None else (prompt.end, prompt.group)
     sequences = sequences or [slice(0, len(index.queries))]
@@ -75,17 +75,20 @@ def choose_positions(
     mine = replace(index, queries=share_of(index.queries, group), weights=share_of(index.weights, group))
     width = min(index.topk, start + longest)
     chosen = torch.full((len(tokens), width), -1, dtype=torch.int32, device=index.keys.device)
+    token = torch.arange(rank, len(index.queries), size, device=chosen.device)[:, None]
     of_prompt = _best_of_prompt(mine, prompt, query_block, key_block) if prompt is not None and start else None
     for sequence in sequences:
         for block in blocks(slice_of_share(sequence, group), query_block):
             best = None if of_prompt is None else (of_prompt[0][block], of_prompt[1][block])
             for rows in blocks(slice(sequence.start, tokens[block][-1] + 1), key_block):
                 scores = index_scores(mine, block, index.keys[rows].T)
-                _hide_future(scores, rows, tokens[block])
+                _hide_future(scores, rows, token[block])
                 best = _better(best, scores, start + rows.start - sequence.start, index.topk)
             assert best is not None
-            values, positions = best
-            chosen[block, : positions.shape[1]] = positions.where(values > -math.inf, -1)
+            _, positions = best
+            exist = start + token[block] + 1 - sequence.start
+            column = torch.arange(positions.shape[1], device=chosen.device)
+            chosen[block, : positions.shape[1]] = positions.where(column < exist, -1)  # those of the future come last
     return chosen
 
 
@@ -155,8 +158,7 @@ def _best_of_tied(values: Tensor, least: Tensor, count: int) -> Tensor:
     return kept.nonzero()[:, 1].view(-1, count)
 
 
-def _hide_future(scores: Tensor, rows: slice, tokens: range) -> None:
-    """-inf, in place, for rows of a segment [S] that come behind tokens [n]."""
+def _hide_future(scores: Tensor, rows: slice, token: Tensor) -> None:
+    """-inf, in place, for rows of a segment [S] that come behind tokens [n, 1]."""
     row = torch.arange(rows.start, rows.stop, device=scores.device)
-    token = torch.arange(tokens.start, tokens.stop, tokens.step, device=scores.device)
-    scores.masked_fill_(row > token[:, None], -math.inf)
+    scores.masked_fill_(row > token, -math.inf)

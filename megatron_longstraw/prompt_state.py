@@ -302,6 +302,7 @@ class OwnedRows:
         self.gradients: dict[str, Tensor] = {}
         if gradient_dtype is not None:
             self.gradients = {n: torch.zeros_like(self.values[n], dtype=gradient_dtype) for n in shapes}
+        self._bytes = _bytes(self.values)
         self._written = 0
         self._untaken = length
 
@@ -362,6 +363,11 @@ class OwnedRows:
                 gradient[here] += self.gradients[name][row]
         self._untaken = segment.start
 
+    def drop(self, *fields: str) -> None:
+        """Frees the values of fields that nothing reads from here on; those that are gone stay so."""
+        for name in fields:
+            self.values.pop(name, None)
+
     def check_complete(self) -> None:
         """Raises RuntimeError unless all rows were written and, where there are gradients, all were taken."""
         if self._written != self.length or (self.gradients and self._untaken):
@@ -370,7 +376,8 @@ class OwnedRows:
             )
 
     def bytes(self) -> int:
-        return _bytes(self.values)
+        """Of the values, at their most."""
+        return self._bytes
 
     def gradient_bytes(self) -> int:
         return _bytes(self.gradients)
@@ -404,7 +411,7 @@ class PromptState:
         self.options = options
         self._layers: dict[int, OwnedRows] = {}
         self._boundaries: dict[int, BoundaryStates] = {}
-        self._choices: dict[int, KeptChoices] = defaultdict(KeptChoices)
+        self._choices: dict[int, KeptChoices] = defaultdict(lambda: KeptChoices(length))
 
     def rows(
         self,

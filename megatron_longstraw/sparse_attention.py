@@ -137,6 +137,7 @@ class _LatentRoot(torch.autograd.Function):
         q_shape, latent_shape = ctx.shapes
         dlatent = dout.new_zeros(latent_shape)
         ctx.rows.take_gradient(ctx.segment, latent=dlatent)
+        ctx.rows.drop("latent")  # responses are behind us, and prompt chunks don't read it here
         return dout.new_zeros(q_shape), dlatent, None, None, None
 
 

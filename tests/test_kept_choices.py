@@ -29,8 +29,9 @@ def _group() -> list[RolloutGroup]:
 
 
 def _choice_bytes(tp: int, topk: int = TOPK) -> int:
-    """Of a layer and rank: int32 positions of its share of each chunk, as many as a token of the chunk may choose."""
-    return sum(-(-tokens // tp) * min(topk, start + tokens) * 4 for start, tokens in STARTS.items())
+    """Of a layer and rank: for each token of its share of each chunk two bytes a position, of as many as a token of
+    the chunk may choose, and their number."""
+    return sum(-(-tokens // tp) * (min(topk, start + tokens) * 2 + 4) for start, tokens in STARTS.items())
 
 
 def _uneven(layout: Layout, **schedule: Any) -> RunConfig:
@@ -118,7 +119,7 @@ def test_prompt_backward_chooses_nothing(ranks: Ranks, keep: bool, layers: int) 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("gradient", ["exact", "detached"])
 def test_state_bytes_are_those_of_the_formula(ranks: Ranks, layout: Layout, gradient: str) -> None:
-    """Float64 latents of 24 and index keys of 12, on 3 of 5 layers; 8 positions in int32 for each of these 3."""
+    """Float64 latents of 24 and index keys of 12, on 3 of 5 layers; 8 positions of two bytes for each of these 3."""
     results = ranks.run(layout, _observe, _uneven(layout, prompt_gradient=gradient), _group())
     stages = [(5, 3)] if layout.pp == 1 else [(2, 2), (3, 1)]  # layers, and those of them that compute an index
     owned = [sum(p // 5 % layout.tp == rank for p in range(25)) for rank in range(layout.tp)]
@@ -139,9 +140,9 @@ def test_choices_are_no_wider_than_the_prompt(ranks: Ranks) -> None:
         assert kept["bytes"] - anew["bytes"] == 3 * _choice_bytes(layout.tp, topk=64)
 
 
-def test_choices_cost_their_bytes_and_no_more(ranks: Ranks) -> None:
+def test_choices_cost_their_bytes_and_let_index_keys_go(ranks: Ranks) -> None:
     """The peak is in backward of the second of three chunks: what is left then is the first chunk's, of 24 tokens
-    that chose from 24 positions, on 3 layers."""
+    that chose from 24 positions, on 3 layers; the prompt's 66 index keys of 12 on these layers are of no use."""
     runs = [with_schedule(tiny_glm(Layout(), dsa_indexer_topk=64), keep_choices=keep) for keep in (True, False)]
     kept, anew = (ranks.run(Layout(), _observe, run, glm_groups())[0]["peak"] for run in runs)
-    assert kept - anew == 3 * 24 * 24 * 4
+    assert kept - anew == 3 * 24 * (24 * 2 + 4) - 3 * 66 * 12 * 8

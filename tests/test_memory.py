@@ -12,8 +12,9 @@ import torch
 
 from megatron_longstraw.config import RunConfig, ScheduleConfig
 from megatron_longstraw.measure import PeakBytes
+from megatron_longstraw.prompt_state import OwnedRows, PromptState
 from megatron_longstraw.rollouts import RolloutGroup
-from tests.exactness import group, response, tiny_run, with_schedule
+from tests.exactness import group, rank_device, response, tiny_run, with_schedule
 from tests.glm52 import glm_groups, tiny_glm
 from tests.qwen36 import qwen_run
 from tests.ranks import Layout, Ranks
@@ -82,7 +83,8 @@ def test_short_micro_batches_need_no_recomputation(
 
 
 def test_prompt_costs_its_state_and_no_more(ranks: Ranks) -> None:
-    """From 1000 to 4000 tokens: rows and their float32 gradients, and the ids; stock adds full activations."""
+    """From 1000 to 4000 tokens: rows and their float32 gradients, and the ids; stock adds full activations. The rows
+    of the last of four layers are gone where the peak is in prompt backward, and not where it is in replay."""
     peaks = {
         (schedule, prompt): ranks.run(Layout(), _peak, schedule, prompt, 2)[0]["peak"]
         for schedule in ("longstraw", "stock")
@@ -92,7 +94,7 @@ def test_prompt_costs_its_state_and_no_more(ranks: Ranks) -> None:
     ids = 8
     ours = peaks["longstraw", 4097] - peaks["longstraw", 1025]
     assert ours <= 3072 * (row + ids), (ours / 3072, row)
-    assert ours >= 3072 * row
+    assert ours >= 3072 * row * 7 / 8
     assert peaks["stock", 4097] - peaks["stock", 1025] > 2 * ours
 
 
@@ -160,3 +162,42 @@ def test_no_graph_outlives_a_pass(ranks: Ranks, model: str, schedule: str) -> No
         "glm52": tiny_glm(Layout(), moe_token_dispatcher_type=dispatcher or "alltoall"),
     }[name]
     assert ranks.run(Layout(), _graphs_left, schedule, with_schedule(run, prompt_chunk_tokens=24), glm_groups()) == [[]]
+
+
+def _values_left(run: RunConfig) -> dict[int, list[str]]:
+    """Names of the values that each layer still has of the longest prompt when its group ends."""
+    from megatron_longstraw.compare import run_schedule
+    from megatron_longstraw.trainer import build_ddp_model
+
+    left: dict[int, list[str]] = {}
+    check = PromptState.check_complete
+
+    def note(self: PromptState) -> None:
+        check(self)
+        left.update({n: sorted(rows.values) for n, rows in self.layers().items() if isinstance(rows, OwnedRows)})
+
+    with patch.object(PromptState, "check_complete", note):
+        run_schedule("longstraw", build_ddp_model(run), glm_groups()[:1], run, rank_device())
+    return left
+
+
+DENSE, LATENT, INDEXED = ["key", "value"], ["latent"], ["index_key", "latent"]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "changes", "left"),
+    [
+        ("dense", Layout(), {}, [{1: DENSE, 2: DENSE, 3: DENSE, 4: []}]),
+        ("dense", Layout(pp=2), {}, [{1: DENSE, 2: DENSE}, {3: DENSE, 4: []}]),
+        ("dense", Layout(), {"prompt_gradient": "detached"}, [dict.fromkeys((1, 2, 3, 4), DENSE)]),
+        ("qwen36", Layout(), {}, [{4: []}]),
+        ("glm52", Layout(), {}, [{**dict.fromkeys((1, 2, 3, 4), LATENT), 5: []}]),
+        ("glm52", Layout(), {"keep_choices": False}, [{**dict.fromkeys((1, 2, 3), INDEXED), 4: LATENT, 5: []}]),
+    ],
+)
+def test_prompt_backward_lets_go_what_it_does_not_read(
+    ranks: Ranks, model: str, layout: Layout, changes: dict[str, Any], left: list[dict[int, list[str]]]
+) -> None:
+    """The last layer's rows, as prompt chunks compute no attention there, and index keys where choices are kept."""
+    run = {"dense": tiny_run, "qwen36": qwen_run, "glm52": tiny_glm}[model](layout)
+    assert ranks.run(layout, _values_left, with_schedule(run, **changes)) == left

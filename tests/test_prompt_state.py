@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_longstraw.kept_choices import KeptChoices
 from megatron_longstraw.prompt_state import (
     OwnedRows,
     Pages,
@@ -162,7 +163,8 @@ def test_recomputation_sees_its_own_micro_batch() -> None:
 
 def test_choices_are_taken_once_and_last_first() -> None:
     state = PromptState(5, StateOptions())
-    kept, choices = state.choices(3), [torch.zeros(2, 4, dtype=torch.int32), torch.ones(1, 5, dtype=torch.int32)]
+    kept = state.choices(3)
+    choices = [torch.tensor(rows, dtype=torch.int32) for rows in ([[0, -1, -1], [1, 2, 3]], [[0, 1, 2, 4]])]
     kept.keep(0, choices[0])
     kept.keep(4, choices[1])
     with pytest.raises(RuntimeError, match="chunk at 4 kept after that at 4"):
@@ -171,8 +173,27 @@ def test_choices_are_taken_once_and_last_first() -> None:
         kept.take(0)
     with pytest.raises(RuntimeError, match=r"layer 3: choices of the chunks at \[0, 4\] are left"):
         state.check_complete()
-    assert kept.take(4) is choices[1] and kept.take(0) is choices[0]
+    assert torch.equal(kept.take(4), choices[1]) and torch.equal(kept.take(0), choices[0])
     with pytest.raises(RuntimeError, match="chunk at 0 taken when"):
         kept.take(0)
     state.check_complete()
-    assert (state.bytes(), state.gradient_bytes()) == (4 * (8 + 5), 0)
+    assert (state.bytes(), state.gradient_bytes()) == (2 * (6 + 4) + 4 * 3, 0)
+
+
+@pytest.mark.parametrize("length", [1, 65535, 65536, 65537, 1 << 20])
+def test_choices_come_back_as_they_were(length: int) -> None:
+    """Whichever positions, also beside multiples of 65,536, and however many of a row are set, none included."""
+    borders = [p for b in range(0, length + 1, 1 << 16) for p in (b - 1, b, b + 1)] + [length - 1]
+    candidates = torch.tensor(sorted({p for p in borders if 0 <= p < length}), dtype=torch.int32)
+    generator = torch.Generator().manual_seed(length)
+    width = min(len(candidates), 40)
+    chosen = torch.full((60, width), -1, dtype=torch.int32)
+    for i, row in enumerate(chosen):
+        count = (0, 1, width)[i] if i < 3 else int(torch.randint(0, width + 1, (), generator=generator))
+        row[:count] = candidates[torch.randperm(len(candidates), generator=generator)[:count].sort().values]
+    chosen[-1] = candidates[-width:]
+    kept = KeptChoices(length)
+    kept.keep(0, chosen)
+    assert kept.bytes() == 60 * (2 * width + 4 * -(-length // 65536))
+    back = kept.take(0)
+    assert back.dtype is torch.int32 and torch.equal(back, chosen)

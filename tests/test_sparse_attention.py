@@ -241,11 +241,12 @@ def test_ties_go_to_the_lower_position() -> None:
 
 
 def test_a_score_that_is_nan_takes_its_own_place_only() -> None:
-    """Not an error, which one owner would have alone while the others wait; with ties, that are the harder case."""
+    """It counts as the highest, as in stock, and is no error, which one owner would have alone while the others wait;
+    with ties, that are the harder case."""
     keys = torch.zeros(12, 4)
     keys[[3, 7]] = math.nan
     index = IndexQueries(torch.zeros(12, 2, 4), torch.ones(12, 2), keys, 5)
-    assert choose_positions(index, None, query_block=12, key_block=12)[-1].tolist() == [0, 1, 2, -1, -1]
+    assert choose_positions(index, None, query_block=12, key_block=12)[-1].tolist() == [0, 1, 2, 3, 7]
 
 
 def test_rows_that_are_not_written_are_not_read() -> None:

@@ -123,11 +123,9 @@ class PromptCoreAttention(MegatronModule):
             return prompt_attention(q, k, v, None, self.softmax_scale, sequences, attend)
         if segment.phase is Phase.CAPTURE:
             rows.write(segment, key=k, value=v)
-            if self.is_last:
-                return torch.zeros_like(q)
+        if self.is_last and segment.is_prompt:
+            return state_root(q, k, v, rows, segment) if segment.phase is Phase.PROMPT else torch.zeros_like(q)
         if segment.phase is Phase.PROMPT:
-            if self.is_last:
-                return state_root(q, k, v, rows, segment)
             k, v = inject_state_gradient(k, v, rows, segment)
         block_tokens = self.runtime.current_state().options.attention_block_tokens
         prompt = PromptRows(rows, segment.start, block_tokens, self.group)

@@ -106,6 +106,8 @@ class PromptSparseAttention(DSAttention):
     def _attend(self, q: Tensor, latent: Tensor, index: IndexQueries | None) -> Tensor:
         segment, rows = self.runtime.segment, self._rows(latent)
         if segment.phase is Phase.PROMPT:
+            if self.is_last or self._keeps_choice:
+                rows.drop("index_key")  # responses, whose forwards come before, were the last to choose
             if self.is_last:
                 return latent_root(q, latent, self.config.kv_lora_rank, rows, segment)
             latent = inject_latent_gradient(latent, rows, segment)
