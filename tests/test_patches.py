@@ -342,23 +342,45 @@ NEEDED = [
 """Argument, what --longstraw needs of it, and what it refuses."""
 
 
-def test_needed_arguments_are_those_of_the_patched_parser(tree: Path) -> None:
-    """In a process of its own, as the patched module is to be Megatron's."""
-    assert {name for name, _, _ in NEEDED} == set(megatron_training._NEEDED)
+def _run_patched(tree: Path, code: str, *arguments: str) -> str:
+    """What code prints, in a process of its own, as the patched module is to be Megatron's."""
     assert _apply(tree).returncode == 0
+    start = "from megatron_longstraw import cpu_platform, distributed; distributed.quiet(); cpu_platform.install()\n"
+    paths = os.pathsep.join([str(tree), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", start + code, *arguments]
+    return subprocess.run(command, env=environment, text=True, capture_output=True, check=True).stdout
+
+
+def test_arguments_of_a_yaml_file_are_refused(tree: Path, tmp_path: Path) -> None:
+    """Megatron takes these in place of all others, and validates them elsewhere."""
+    plain, asking = tmp_path / "plain.yaml", tmp_path / "asking.yaml"
+    plain.write_text("micro_batch_size: 1\n")
+    asking.write_text("micro_batch_size: 1\nlongstraw: true\n")
     code = """if True:
-        from megatron_longstraw import cpu_platform, distributed
-        distributed.quiet()
-        cpu_platform.install()
+        import sys
+        from megatron.training.arguments import parse_args
+        flag, plain, asking = sys.argv[1:]
+        for arguments in ([flag, "--yaml-cfg", plain], ["--yaml-cfg", asking]):
+            sys.argv[1:] = arguments
+            try:
+                parse_args()
+            except ValueError as error:
+                print("refused", error)
+    """
+    lines = _run_patched(tree, code, "--longstraw", str(plain), str(asking)).splitlines()
+    assert sum(line.startswith("refused --longstraw is not supported with --yaml-cfg") for line in lines) == 2
+
+
+def test_needed_arguments_are_those_of_the_patched_parser(tree: Path) -> None:
+    assert {name for name, _, _ in NEEDED} == set(megatron_training._NEEDED)
+    code = """if True:
         import argparse
         from megatron.training.arguments import add_megatron_arguments
         for action in add_megatron_arguments(argparse.ArgumentParser())._actions:
             print(action.dest, *action.option_strings)
     """
-    paths = os.pathsep.join([str(tree), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, check=True)
-    options = {words[0]: words[1:] for words in map(str.split, run.stdout.splitlines()) if words}
+    options = {words[0]: words[1:] for words in map(str.split, _run_patched(tree, code).splitlines()) if words}
     assert "--longstraw" in options["longstraw"]  # the patched one
     for name in megatron_training._NEEDED:
         assert "--" + name.replace("_", "-") in options.get(name, []), name

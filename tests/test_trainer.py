@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_longstraw.config import OptimizerConfig, RunConfig
 from tests.exactness import FullParameter, edge_groups, join, rank_device, tiny_run
+from tests.glm52 import glm_groups, tiny_glm
 from tests.ranks import Layout, Ranks
 
 STEPS = 3
@@ -166,6 +168,45 @@ def test_second_signal_ends_at_once() -> None:
     assert done.returncode == 130, done.stderr
     assert "agreed on 2" in done.stdout
     assert done.stdout.count("SIGINT: the current step is the last") == 1
+
+
+def _saved(layout: Layout, folder: str) -> tuple[set[str], dict[str, list[str]]]:
+    """A step, then all weights to a folder: the names of the rank's tensors, and those of each file."""
+    from megatron_longstraw.models.parameters import named_tensors
+    from megatron_longstraw.trainer import Trainer, unwrapped
+
+    trainer = Trainer(replace(tiny_glm(layout, dtype="float32"), optimizer=OPTIMIZER), STEPS, rank_device())
+    trainer.step(glm_groups())
+    trainer.save(Path(folder))
+    files = {path.name: load_file(path) for path in sorted(Path(folder).iterdir())}
+    mine = {item.name: item for item in named_tensors(unwrapped(trainer.model))}
+    for name, item in mine.items():
+        place = f"tp{item.shard.rank:02d}-" if not item.is_expert else "experts-"
+        (saved,) = [tensors[name] for file, tensors in files.items() if file.startswith(place) and name in tensors]
+        assert torch.equal(saved, item.tensor.cpu()), name
+        assert item.tensor.any() or not name.endswith("expert_bias"), name  # or a file without it would do
+    return set(mine), {file: sorted(tensors) for file, tensors in files.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        (Layout(), ["experts-ep00-pp00", "tp00-pp00"]),
+        (Layout(tp=2, ep=2), ["experts-ep00-pp00", "experts-ep01-pp00", "tp00-pp00", "tp01-pp00"]),
+        (Layout(dp=2, ep=2), ["experts-ep00-pp00", "experts-ep01-pp00", "tp00-pp00"]),
+        (Layout(pp=2), ["experts-ep00-pp01", "tp00-pp00", "tp00-pp01"]),
+    ],
+    ids=str,
+)
+def test_every_tensor_is_saved_also_experts(ranks: Ranks, tmp_path: Path, layout: Layout, names: list[str]) -> None:
+    """Each in one file of its rank, or in one of experts (the first of two stages has none); expert biases, too."""
+    results = ranks.run(layout, _saved, layout, str(tmp_path))
+    files = results[0][1]
+    assert list(files) == [f"{name}.safetensors" for name in names]
+    assert set().union(*(mine for mine, _ in results)) == set().union(*files.values())
+    experts = [n for file, tensors in files.items() if file.startswith("experts") for n in tensors]
+    assert len(experts) == len(set(experts)) and all(".experts." in n for n in experts)
+    assert any(name.endswith("expert_bias") for tensors in files.values() for name in tensors)
 
 
 def _bfloat16() -> list[dict[str, Any]]:
