@@ -173,7 +173,7 @@ def _attend_own_rows(q_HTD: Tensor, prompt: PromptRows, scale: float) -> tuple[T
     out = q_HTD.new_zeros(q_HTD.shape, dtype=statistics)
     lse = q_HTD.new_full(q_HTD.shape[:2], -math.inf, dtype=statistics)
     for block in prompt.rows.blocks(prompt.end, prompt.block_tokens):
-        k, v = (_heads_first(prompt.rows.values[name][block]) for name in ("key", "value"))
+        k, v = (_heads_first(prompt.rows.read(name, prompt.end, block)) for name in ("key", "value"))
         out, lse = merge(out, lse, *_attend(q_HTD, k, v, False, scale))
     return out, lse
 
@@ -187,7 +187,7 @@ def _attend_prompt_backward(
         lse = gather(lse, prompt.group)
     dq = torch.zeros_like(q, dtype=lse.dtype)
     for block in prompt.rows.blocks(prompt.end, prompt.block_tokens):
-        k, v = (_heads_first(prompt.rows.values[name][block]) for name in ("key", "value"))
+        k, v = (_heads_first(prompt.rows.read(name, prompt.end, block)) for name in ("key", "value"))
         dq_block, dk, dv = _attend_backward(dout, q, k, v, out, lse, False, scale)
         dq += dq_block
         prompt.rows.add_gradient(prompt.end, block, key=dk.transpose(0, 1), value=dv.transpose(0, 1))

@@ -133,7 +133,8 @@ class ScheduleConfig:
     keep_choices: bool = True
     """The positions that sparse attention chose for prompt tokens are kept until the prompt backward, which else
     chooses them anew, in time quadratic in the prompt. They take dsa_indexer_topk x 2 bytes a prompt token and layer
-    that computes an index, over TP (GLM-5.2: 4 KiB / TP). Where "detached", or nothing is chosen, none are kept."""
+    that computes an index, over TP (GLM-5.2: 4 KiB / TP), and 4 bytes for each 65,536 tokens before it. Where
+    "detached", or nothing is chosen, none are kept."""
     state_gradient_dtype: Literal["float32", "model"] = "float32"
     """Precision in which dL/d(prompt state) is summed over responses; "model" is the model's own."""
     attention_block_tokens: int = 65536

@@ -4,7 +4,7 @@ A rank keeps those of its share of each chunk's tokens (see `token_shares`), as 
 them again. Chunks are captured in order; each is taken once, last chunk first, and dropped.
 
 A position takes two bytes: its lower 16 bits are kept, and for each token, whose positions ascend, how many of them
-come before each multiple of 65,536.
+come before each multiple of 65,536, up to the first one that none reaches.
 """
 
 import torch
@@ -14,23 +14,24 @@ _BITS = 16
 
 
 class KeptChoices:
-    """The choices of one layer.
+    """The choices of one layer."""
 
-    Args:
-        length: positions of the prompt.
-    """
-
-    def __init__(self, length: int) -> None:
-        self._borders = range(1 << _BITS, length + (1 << _BITS), 1 << _BITS)
+    def __init__(self) -> None:
         self._chunks: list[tuple[int, Tensor, Tensor]] = []
         self._bytes = 0
 
-    def keep(self, start: int, chosen: Tensor) -> None:
-        """Keeps the choice [T / W, K] of the chunk at `start`: ascending positions, and -1 behind them."""
+    def keep(self, start: int, end: int, chosen: Tensor) -> None:
+        """Keeps the choice of the chunk at `start`.
+
+        Args:
+            start: the chunk's first position.
+            end: what all positions are below: padding of the chunk, which chooses itself, may be behind the prompt.
+            chosen: [T / W, K] int32, ascending positions, and -1 behind them.
+        """
         if self._chunks and start <= self._chunks[-1][0]:
             raise RuntimeError(f"choice of the chunk at {start} kept after that at {self._chunks[-1][0]}")
         ascending = chosen.where(chosen >= 0, torch.iinfo(chosen.dtype).max)
-        borders = torch.tensor(self._borders, dtype=chosen.dtype, device=chosen.device)
+        borders = torch.arange(1 << _BITS, end + (1 << _BITS), 1 << _BITS, dtype=chosen.dtype, device=chosen.device)
         before = torch.searchsorted(ascending, borders.repeat(len(chosen), 1), out_int32=True)
         self._chunks.append((start, chosen.to(torch.int16), before))
         self._bytes += sum(kept.nbytes for kept in self._chunks[-1][1:])

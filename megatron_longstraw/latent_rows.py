@@ -95,8 +95,7 @@ class LatentRows:
 
     def _own(self, field: str, rows: slice) -> Tensor:
         """Owned rows, and behind them what is not read: memory as it is, then zeros."""
-        self.rows.check_written(self.end)
-        values = self.rows.values[field][rows]
+        values = self.rows.read(field, self.end, rows)
         missing = rows.stop - rows.start - len(values)
         return pad(values, (0, 0, 0, missing)) if missing else values
 

@@ -9,6 +9,7 @@ and only those that it owns. Invariants, each checked where it could break:
    backwards; it is taken once, when the row's own chunk runs backwards, last chunk first; nothing is added
    to a gradient that was taken.
 4. At the end of a group every row has been written and, in exact mode, every gradient has been taken.
+5. A field's values may be dropped when nothing reads them any more; nothing reads them then.
 
 Recurrent layers keep states at chunk boundaries instead of rows: `megatron_longstraw.recurrent_state`. Sparse
 attention may keep what it chose for the prompt's own backward: `megatron_longstraw.kept_choices`.
@@ -279,7 +280,7 @@ class OwnedRows:
         constants: the same for the fields that have none.
 
     Attributes:
-        values: name of each field -> its owned rows [owned, *shape].
+        values: name of each field that was not dropped -> its owned rows [owned, *shape].
         gradients: name of each field whose gradient is wanted -> what is summed of it, [owned, *shape].
     """
 
@@ -334,6 +335,13 @@ class OwnedRows:
         """Raises RuntimeError unless all rows before `end` are written."""
         if end > self._written:
             raise RuntimeError(f"rows before {end} read when {self._written} of {self.length} are written")
+
+    def read(self, field: str, end: int, rows: slice) -> Tensor:
+        """Some owned rows of a field, for a segment that starts at `end`; those behind it are memory as it is."""
+        self.check_written(end)
+        if field not in self.values:
+            raise RuntimeError(f"{field} of rows before {end} read after it was dropped")
+        return self.values[field][rows]
 
     def add_gradient(self, end: int, block: slice, **fields: Tensor) -> None:
         """Adds to the gradients of a block of rows, read by a segment that starts at `end`."""
@@ -411,7 +419,7 @@ class PromptState:
         self.options = options
         self._layers: dict[int, OwnedRows] = {}
         self._boundaries: dict[int, BoundaryStates] = {}
-        self._choices: dict[int, KeptChoices] = defaultdict(lambda: KeptChoices(length))
+        self._choices: dict[int, KeptChoices] = defaultdict(KeptChoices)
 
     def rows(
         self,

@@ -7,13 +7,14 @@ from collections import Counter, defaultdict
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_longstraw.config import RunConfig
 from megatron_longstraw.rollouts import RolloutGroup
-from tests.exactness import rank_device, with_schedule
+from tests.exactness import group, rank_device, response, with_schedule
 from tests.glm52 import glm_groups, tiny_glm
 from tests.ranks import Layout, Ranks
 
@@ -38,9 +39,11 @@ def _uneven(layout: Layout, **schedule: Any) -> RunConfig:
     return with_schedule(tiny_glm(layout), prompt_chunk_tokens=7, **schedule)
 
 
-def _observe(run: RunConfig, groups: list[RolloutGroup]) -> dict[str, Any]:
-    """One pass of ours: how often positions are chosen in each phase, the positions that each layer's attention takes
-    (by phase, then by layer and start; "again" are recomputed layers), what comes out, and bytes."""
+def _observe(run: RunConfig, groups: list[RolloutGroup], bits: int = 16) -> dict[str, Any]:
+    """One pass of ours, with so many bits kept of a position: how often positions are chosen in each phase, the
+    positions that each layer's attention takes (by phase, then by layer and start; "again" are recomputed layers),
+    what comes out, and bytes."""
+    from megatron_longstraw import kept_choices
     from megatron_longstraw.compare import run_schedule
     from megatron_longstraw.models import mla
     from megatron_longstraw.trainer import build_ddp_model, unwrapped
@@ -60,7 +63,11 @@ def _observe(run: RunConfig, groups: list[RolloutGroup]) -> dict[str, Any]:
         taken[phase][self.layer_number, runtime.segment.start] = chosen.tolist()
         return attend(self, q, latent, chosen, prompt)
 
-    with patch.object(mla, "choose_positions", count), patch.object(mla.PromptSparseAttention, "_sparse", note):
+    with (
+        patch.object(mla, "choose_positions", count),
+        patch.object(mla.PromptSparseAttention, "_sparse", note),
+        patch.object(kept_choices, "_BITS", bits),
+    ):
         result = run_schedule("longstraw", model, groups, run, rank_device())
     return {
         "counts": dict(counts),
@@ -83,6 +90,18 @@ def test_keeping_choices_changes_no_bit(ranks: Ranks, layout: Layout) -> None:
         assert any(gradient.any() for gradient in b["gradients"].values())
         for part in ("outputs", "gradients"):
             torch.testing.assert_close(a[part], b[part], rtol=0, atol=0)
+
+
+def test_positions_beyond_the_kept_bits_come_back(ranks: Ranks) -> None:
+    """As those beyond 65,536, here beyond 16: padding of the last chunk too, that chooses position 48, itself."""
+    layout, generator = Layout(tp=2), np.random.default_rng(2)
+    groups = [group("48 captured", 49, response(generator, 3), response(generator, 2))]
+    runs = [with_schedule(tiny_glm(layout), prompt_chunk_tokens=5, keep_choices=keep) for keep in (True, False)]
+    kept, anew = (ranks.run(layout, _observe, run, groups, 4) for run in runs)
+    for a, b in zip(kept, anew, strict=True):
+        assert all(gradient.isfinite().all() for gradient in b["gradients"].values())
+        torch.testing.assert_close(a["gradients"], b["gradients"], rtol=0, atol=0)
+        assert a["taken"]["prompt"] == b["taken"]["prompt"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -181,6 +181,10 @@ def _values_left(run: RunConfig) -> dict[int, list[str]]:
     return left
 
 
+def _glm_of_seven(layout: Layout) -> RunConfig:
+    return tiny_glm(layout, num_layers=7, moe_layer_freq=[0, 0, 0, 0, 0, 0, 1])
+
+
 DENSE, LATENT, INDEXED = ["key", "value"], ["latent"], ["index_key", "latent"]
 
 
@@ -193,11 +197,14 @@ DENSE, LATENT, INDEXED = ["key", "value"], ["latent"], ["index_key", "latent"]
         ("qwen36", Layout(), {}, [{4: []}]),
         ("glm52", Layout(), {}, [{**dict.fromkeys((1, 2, 3, 4), LATENT), 5: []}]),
         ("glm52", Layout(), {"keep_choices": False}, [{**dict.fromkeys((1, 2, 3), INDEXED), 4: LATENT, 5: []}]),
+        ("glm52 of 7", Layout(), {}, [{**dict.fromkeys(range(1, 7), LATENT), 7: []}]),
     ],
 )
 def test_prompt_backward_lets_go_what_it_does_not_read(
     ranks: Ranks, model: str, layout: Layout, changes: dict[str, Any], left: list[dict[int, list[str]]]
 ) -> None:
-    """The last layer's rows, as prompt chunks compute no attention there, and index keys where choices are kept."""
-    run = {"dense": tiny_run, "qwen36": qwen_run, "glm52": tiny_glm}[model](layout)
+    """The last layer's rows, as prompt chunks compute no attention there (of seven, one that computes an index), and
+    index keys where choices are kept."""
+    build = {"dense": tiny_run, "qwen36": qwen_run, "glm52": tiny_glm, "glm52 of 7": _glm_of_seven}[model]
+    run = build(layout)
     assert ranks.run(layout, _values_left, with_schedule(run, **changes)) == left

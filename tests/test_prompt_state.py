@@ -107,6 +107,18 @@ def test_ledger_refuses_what_would_be_silently_wrong() -> None:
         rows.check_complete()
 
 
+def test_dropped_fields_are_gone_and_counted_still() -> None:
+    rows = _rows(4, Pages(4, 0, 1))
+    rows.write(_chunk(0, 4), key=torch.ones(4, 2, 3), index_key=torch.ones(4, 4))
+    before = rows.bytes()
+    for _ in range(2):
+        rows.drop("index_key")
+    assert rows.values.keys() == {"key"} and rows.bytes() == before
+    assert rows.read("key", 4, slice(1, 3)).sum() == 2 * 6
+    with pytest.raises(RuntimeError, match="index_key of rows before 4 read after it was dropped"):
+        rows.read("index_key", 4, slice(0, 4))
+
+
 def test_constants_have_no_gradient() -> None:
     rows = _rows(4, Pages(4, 0, 1))
     assert rows.values.keys() == {"key", "index_key"} and rows.gradients.keys() == {"key"}
@@ -165,10 +177,10 @@ def test_choices_are_taken_once_and_last_first() -> None:
     state = PromptState(5, StateOptions())
     kept = state.choices(3)
     choices = [torch.tensor(rows, dtype=torch.int32) for rows in ([[0, -1, -1], [1, 2, 3]], [[0, 1, 2, 4]])]
-    kept.keep(0, choices[0])
-    kept.keep(4, choices[1])
+    kept.keep(0, 4, choices[0])
+    kept.keep(4, 5, choices[1])
     with pytest.raises(RuntimeError, match="chunk at 4 kept after that at 4"):
-        kept.keep(4, choices[1])
+        kept.keep(4, 5, choices[1])
     with pytest.raises(RuntimeError, match=r"chunk at 0 taken when those at \[0, 4\] are left"):
         kept.take(0)
     with pytest.raises(RuntimeError, match=r"layer 3: choices of the chunks at \[0, 4\] are left"):
@@ -192,8 +204,8 @@ def test_choices_come_back_as_they_were(length: int) -> None:
         count = (0, 1, width)[i] if i < 3 else int(torch.randint(0, width + 1, (), generator=generator))
         row[:count] = candidates[torch.randperm(len(candidates), generator=generator)[:count].sort().values]
     chosen[-1] = candidates[-width:]
-    kept = KeptChoices(length)
-    kept.keep(0, chosen)
+    kept = KeptChoices()
+    kept.keep(0, length, chosen)
     assert kept.bytes() == 60 * (2 * width + 4 * -(-length // 65536))
     back = kept.take(0)
     assert back.dtype is torch.int32 and torch.equal(back, chosen)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from megatron_longstraw.latent_rows import LatentRows
 from megatron_longstraw.position_choice import IndexQueries, choose_positions
@@ -332,21 +333,23 @@ def test_state_bytes_at_full_size(constants: dict[str, tuple[int]], constant_byt
 
 
 @pytest.mark.parametrize("query_block", [1, 3, 5, 100])
-def test_packed_sequences_choose_and_attend_as_each_alone(query_block: int) -> None:
-    sizes = _sizes(23, 12, 6, 4, 5, query_block)
+@pytest.mark.parametrize(("prompt", "topk"), [(23, 6), (3, 64)], ids=["long prompt", "topk beyond all"])
+def test_packed_sequences_choose_and_attend_as_each_alone(prompt: int, topk: int, query_block: int) -> None:
+    sizes = _sizes(prompt, 12, topk, 4, 5, query_block)
     x = _inputs(sizes, True)
     packed = [slice(0, 5), slice(5, 6), slice(6, 12)]
 
     def run(tokens: slice, sequences: list[slice] | None) -> tuple[torch.Tensor, ...]:
-        prompt = _owned(x, sizes, 0, 1, None)
-        assert prompt is not None
-        index = IndexQueries(*(t[tokens] for t in (x["index"].queries, x["index"].weights, x["index"].keys)), 6)
-        chosen = choose_positions(index, prompt, **_blocks(sizes), sequences=sequences)
-        q, own = (t[tokens].clone().requires_grad_() for t in (x["q"], x["rows"][23:]))
+        owned = _owned(x, sizes, 0, 1, None)
+        assert owned is not None
+        index = IndexQueries(*(t[tokens] for t in (x["index"].queries, x["index"].weights, x["index"].keys)), topk)
+        chosen = choose_positions(index, owned, **_blocks(sizes), sequences=sequences)
+        q, own = (t[tokens].clone().requires_grad_() for t in (x["q"], x["rows"][prompt:]))
         options: dict[str, Any] = {"value_width": VALUE, "scale": SCALE, "query_block": query_block}
-        out = sparse_attention(q, own, chosen, prompt, sequences=sequences, **options)
+        out = sparse_attention(q, own, chosen, owned, sequences=sequences, **options)
         out.backward(x["dout"][tokens])
-        return chosen, out, q.grad, own.grad, prompt.rows.gradients["latent"]
+        chosen = pad(chosen, (0, min(topk, prompt + 6) - chosen.shape[1]), value=-1)  # the longest has 6 tokens
+        return chosen, out, q.grad, own.grad, owned.rows.gradients["latent"]
 
     *together, gradient = run(slice(0, 12), packed)
     alone = [run(sequence, None) for sequence in packed]

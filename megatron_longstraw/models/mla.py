@@ -156,7 +156,8 @@ class PromptSparseAttention(DSAttention):
         if segment.phase in (Phase.CAPTURE, Phase.PROMPT):
             choice = _without_padding(choice, segment, group)
         if segment.phase is Phase.CAPTURE and self._keeps_choice:
-            runtime.current_state().choices(self.layer_number).keep(segment.start, choice)
+            padded_end = segment.start + len(index.queries)
+            runtime.current_state().choices(self.layer_number).keep(segment.start, padded_end, choice)
         return choice
 
     @property
