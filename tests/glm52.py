@@ -42,6 +42,8 @@ UNEVEN = ScheduleConfig(
     prompt_chunk_tokens=24, page_tokens=5, attention_block_tokens=13, query_block_tokens=40, log_prob_block_tokens=5
 )
 STAGES = {1: None, 2: (2, 3)}
+LAST_LAYER_CHOOSES = {"num_layers": 7, "moe_layer_freq": [0] * 6 + [1]}
+"""Of `tiny_glm`: settings with which the last layer, the only one with experts, computes an index."""
 
 
 def tiny_glm(layout: Layout, dtype: str = "float64", **transformer: Any) -> RunConfig:

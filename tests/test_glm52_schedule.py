@@ -24,7 +24,7 @@ from tests.exactness import (
     two_steps,
     with_schedule,
 )
-from tests.glm52 import TINY_GLM, glm_groups, tiny_glm
+from tests.glm52 import LAST_LAYER_CHOOSES, TINY_GLM, glm_groups, tiny_glm
 from tests.ranks import Layout, Ranks
 
 LAYOUTS = [
@@ -83,7 +83,7 @@ def test_other_dispatcher(ranks: Ranks, one_rank: list[dict[str, Any]]) -> None:
 def test_last_layer_may_compute_an_index(ranks: Ranks, rate: float) -> None:
     """Of seven layers the last one does, and is the only one with experts; its router counts prompt tokens too, unless
     biases stay as they are: then it chooses for responses only."""
-    run = tiny_glm(Layout(), num_layers=7, moe_layer_freq=[0] * 6 + [1], moe_router_bias_update_rate=rate)
+    run = tiny_glm(Layout(), **LAST_LAYER_CHOOSES, moe_router_bias_update_rate=rate)
     check_steps(ranks.run(Layout(), two_steps, run, glm_groups()))
 
 

@@ -1,6 +1,7 @@
 """Peak bytes, counted: they don't grow with the number of responses, and no more than a chunk's with the prompt's."""
 
 import contextlib
+import functools
 import gc
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from megatron_longstraw.measure import PeakBytes
 from megatron_longstraw.prompt_state import OwnedRows, PromptState
 from megatron_longstraw.rollouts import RolloutGroup
 from tests.exactness import group, rank_device, response, tiny_run, with_schedule
-from tests.glm52 import glm_groups, tiny_glm
+from tests.glm52 import LAST_LAYER_CHOOSES, glm_groups, tiny_glm
 from tests.qwen36 import qwen_run
 from tests.ranks import Layout, Ranks
 
@@ -181,10 +182,6 @@ def _values_left(run: RunConfig) -> dict[int, list[str]]:
     return left
 
 
-def _glm_of_seven(layout: Layout) -> RunConfig:
-    return tiny_glm(layout, num_layers=7, moe_layer_freq=[0, 0, 0, 0, 0, 0, 1])
-
-
 DENSE, LATENT, INDEXED = ["key", "value"], ["latent"], ["index_key", "latent"]
 
 
@@ -197,7 +194,7 @@ DENSE, LATENT, INDEXED = ["key", "value"], ["latent"], ["index_key", "latent"]
         ("qwen36", Layout(), {}, [{4: []}]),
         ("glm52", Layout(), {}, [{**dict.fromkeys((1, 2, 3, 4), LATENT), 5: []}]),
         ("glm52", Layout(), {"keep_choices": False}, [{**dict.fromkeys((1, 2, 3), INDEXED), 4: LATENT, 5: []}]),
-        ("glm52 of 7", Layout(), {}, [{**dict.fromkeys(range(1, 7), LATENT), 7: []}]),
+        ("glm52 of seven layers", Layout(), {}, [{**dict.fromkeys(range(1, 7), LATENT), 7: []}]),
     ],
 )
 def test_prompt_backward_lets_go_what_it_does_not_read(
@@ -205,6 +202,6 @@ def test_prompt_backward_lets_go_what_it_does_not_read(
 ) -> None:
     """The last layer's rows, as prompt chunks compute no attention there (of seven, one that computes an index), and
     index keys where choices are kept."""
-    build = {"dense": tiny_run, "qwen36": qwen_run, "glm52": tiny_glm, "glm52 of 7": _glm_of_seven}[model]
-    run = build(layout)
-    assert ranks.run(layout, _values_left, with_schedule(run, **changes)) == left
+    of_seven = functools.partial(tiny_glm, **LAST_LAYER_CHOOSES)
+    build = {"dense": tiny_run, "qwen36": qwen_run, "glm52": tiny_glm, "glm52 of seven layers": of_seven}[model]
+    assert ranks.run(layout, _values_left, with_schedule(build(layout), **changes)) == left

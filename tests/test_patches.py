@@ -263,6 +263,12 @@ def test_install_on_an_unpatched_tree(tmp_path: Path) -> None:
     _check_training(_copy_wheel(tmp_path / "tree"), tmp_path, 1, [], ["--installed"])
 
 
+def _environment(tree: Path) -> dict[str, str]:
+    """Of a process on the CPU in which the tree's modules are Megatron's."""
+    paths = os.pathsep.join([str(tree), str(ROOT)])
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
 LONGSTRAW = ["--longstraw", "--longstraw-prompt-chunk", "16", "--longstraw-page", "5"]
 
 
@@ -270,14 +276,12 @@ def _check_training(
     tree: Path, out: Path, ranks: int, arguments: list[str], longstraw: Sequence[str] = LONGSTRAW
 ) -> None:
     """Runs tests.megatron_host on a patched tree; its two models must have the same gradients, weights and losses."""
-    paths = os.pathsep.join([str(tree), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "tests.megatron_host", str(out / "out"), *longstraw]
     run = subprocess.run(
         [*command, *MEGATRON, *arguments],
         cwd=ROOT,
-        env=environment,
+        env=_environment(tree),
         text=True,
         capture_output=True,
     )
@@ -346,10 +350,8 @@ def _run_patched(tree: Path, code: str, *arguments: str) -> str:
     """What code prints, in a process of its own, as the patched module is to be Megatron's."""
     assert _apply(tree).returncode == 0
     start = "from megatron_longstraw import cpu_platform, distributed; distributed.quiet(); cpu_platform.install()\n"
-    paths = os.pathsep.join([str(tree), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", start + code, *arguments]
-    return subprocess.run(command, env=environment, text=True, capture_output=True, check=True).stdout
+    return subprocess.run(command, env=_environment(tree), text=True, capture_output=True, check=True).stdout
 
 
 def test_arguments_of_a_yaml_file_are_refused(tree: Path, tmp_path: Path) -> None:

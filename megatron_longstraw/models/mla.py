@@ -106,7 +106,7 @@ class PromptSparseAttention(DSAttention):
     def _attend(self, q: Tensor, latent: Tensor, index: IndexQueries | None) -> Tensor:
         segment, rows = self.runtime.segment, self._rows(latent)
         if segment.phase is Phase.PROMPT:
-            if self.is_last or self._keeps_choice:
+            if not self._chooses_in_backward:
                 rows.drop("index_key")  # responses, whose forwards come before, were the last to choose
             if self.is_last:
                 return latent_root(q, latent, self.config.kv_lora_rank, rows, segment)
@@ -173,7 +173,12 @@ class PromptSparseAttention(DSAttention):
         """Whether positions are scored here and now, not where an earlier choice is taken or none is wanted."""
         if self.indexer is None or self.runtime.micro_batch.is_recomputed:
             return False
-        return self.runtime.segment.phase is not Phase.PROMPT or not (self.is_last or self._keeps_choice)
+        return self.runtime.segment.phase is not Phase.PROMPT or self._chooses_in_backward
+
+    @property
+    def _chooses_in_backward(self) -> bool:
+        """Whether the prompt backward chooses anew: where capture's choice was not kept, and one is wanted."""
+        return not (self.is_last or self._keeps_choice)
 
     @property
     def _keeps_choice(self) -> bool:
