@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longstraw.partial_attention import gather, merge, merge_owners, scatter_heads, statistics_dtype
-from megatron_longstraw.prompt_state import Attend, OwnedRows, Segment, attend_anew
+from megatron_longstraw.prompt_state import Attend, OwnedRows, attend_anew
 
 _aten = torch.ops.aten
 _SCORE_BYTES = 2**28
@@ -78,19 +78,6 @@ def prompt_attention(
     return _PromptAttention.apply(q_THD, k_TKD, v_TKD, prompt, scale, sequences or [slice(None)], attend)
 
 
-def inject_state_gradient(key: Tensor, value: Tensor, rows: OwnedRows, segment: Segment) -> tuple[Tensor, Tensor]:
-    """Identity on a prompt chunk's keys and values [T, K, D]; backward adds the gradient that their rows gathered."""
-    return _InjectStateGradient.apply(key, value, rows, segment)
-
-
-def state_root(q_THD: Tensor, key: Tensor, value: Tensor, rows: OwnedRows, segment: Segment) -> Tensor:
-    """In place of attention where only the rows matter (the last layer of a prompt chunk).
-
-    Returns zeros [T, H, D]; backward ignores their gradient and gives keys and values what their rows gathered.
-    """
-    return _StateRoot.apply(q_THD, key, value, rows, segment)
-
-
 def dense_attention(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float) -> Tensor:
     """Reference: the last T of S positions attend causally over all, with the whole [H, T, S] score matrix."""
     t, s = q_THD.shape[0], k_SKD.shape[0]
@@ -129,34 +116,6 @@ class _PromptAttention(torch.autograd.Function):
         if ctx.prompt is not None:
             dq = dq.to(lse.dtype) + _attend_prompt_backward(dout, q, out, lse, ctx.prompt, ctx.scale)
         return *(x.transpose(0, 1).to(q.dtype) for x in (dq, dk, dv)), None, None, None, None
-
-
-class _InjectStateGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, key, value, rows: OwnedRows, segment: Segment):  # type: ignore[no-untyped-def]
-        ctx.rows, ctx.segment = rows, segment
-        return key.view_as(key), value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, dkey, dvalue):  # type: ignore[no-untyped-def]
-        dkey, dvalue = dkey.clone(), dvalue.clone()
-        ctx.rows.take_gradient(ctx.segment, key=dkey, value=dvalue)
-        return dkey, dvalue, None, None
-
-
-class _StateRoot(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q_THD, key, value, rows: OwnedRows, segment: Segment):  # type: ignore[no-untyped-def]
-        ctx.rows, ctx.segment = rows, segment
-        ctx.q_shape, ctx.kv_shape = q_THD.shape, key.shape
-        return torch.zeros_like(q_THD)
-
-    @staticmethod
-    def backward(ctx, dout):  # type: ignore[no-untyped-def]
-        dkey, dvalue = dout.new_zeros(ctx.kv_shape), dout.new_zeros(ctx.kv_shape)
-        ctx.rows.take_gradient(ctx.segment, key=dkey, value=dvalue)
-        ctx.rows.drop("key", "value")  # responses are behind us, and prompt chunks don't read them here
-        return dout.new_zeros(ctx.q_shape), dkey, dvalue, None, None
 
 
 def _attend_prompt(q_HTD: Tensor, prompt: PromptRows, scale: float) -> tuple[Tensor, Tensor]:

@@ -125,8 +125,9 @@ class ScheduleConfig:
     longer one has its own, and at 0 each has. A pack takes the memory of a prompt chunk of as many tokens, and that of
     the head. Behind a host's own forward step (drop-in, patches) only 0 works."""
     recompute: bool = True
-    """Recompute each layer in backward, so that a micro-batch keeps one input per layer. A micro-batch of at
-    most 1 / (2 x num_layers) of a prompt chunk is not recomputed; where data-parallel ranks share experts, all are."""
+    """Recompute each layer in backward, so that a micro-batch keeps one input per layer. One of at most
+    1 / (2 x num_layers) of the tokens of the group's longest, prompt chunks included in exact mode, is not recomputed;
+    where data-parallel ranks share experts, all are."""
     keep_attention: bool = True
     """A recomputed layer keeps its attention's output, so that the rest alone is computed again: heads x head_dim
     numbers a token over TP, of GLM-5.2 heads x kv_lora_rank. Without `recompute` it means nothing."""

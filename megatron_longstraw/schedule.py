@@ -218,7 +218,9 @@ def _run_group(
     count_chunks, count_responses = _largest_counts(config, len(capture), len(replay))
     if not count_responses:
         return []
-    runtime.recompute_above, runtime.keep_attention = _recompute_above(group, options, config), options.keep_attention
+    with_graph = [*replay, *prompt] if exact else replay
+    runtime.recompute_above = _recompute_above(with_graph, options, config)
+    runtime.keep_attention = options.keep_attention
     idle_group = group or work.no_group(_device(chunks))
     fill = functools.partial(work.filled, group=idle_group, multiple=_length_multiple(config))
     if group is not None:
@@ -255,17 +257,17 @@ def _work(
     )
 
 
-def _recompute_above(group: PromptGroup | None, options: ScheduleConfig, config: Any) -> int | None:
-    """Up to how many tokens of a micro-batch its layers are not recomputed, as that would hardly save memory.
+def _recompute_above(with_graph: Sequence[WorkItem], options: ScheduleConfig, config: Any) -> int | None:
+    """Up to how many tokens of a micro-batch its layers are not recomputed, as that would save no memory.
 
-    All layers of such a micro-batch keep half of what one layer of the group's largest prompt chunk would. In a
-    pipeline that holds for the micro-batches in flight together, as a stage has as many fewer layers.
+    All layers of such a micro-batch keep half of what one layer of the longest of the group's micro-batches with a
+    graph keeps. In a pipeline that holds for the micro-batches in flight together, as a stage has as many fewer layers.
     """
     if not options.recompute:
         return None
-    if group is None or _in_step(config):
+    if not with_graph or _in_step(config):
         return 0  # a recomputed layer needs the other ranks in its collectives, whatever the length of theirs
-    return min(options.prompt_chunk_tokens, len(group.prompt) - 1) // (2 * config.num_layers)
+    return max(item.segment.length for item in with_graph) // (2 * config.num_layers)
 
 
 def _in_step(config: Any) -> bool:

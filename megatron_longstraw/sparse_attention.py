@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 from megatron_longstraw.latent_rows import LatentRows, blocks, product
 from megatron_longstraw.partial_attention import statistics_dtype
-from megatron_longstraw.prompt_state import Attend, OwnedRows, Segment, attend_anew
+from megatron_longstraw.prompt_state import Attend, attend_anew
 from megatron_longstraw.token_shares import heads_to_tokens, slice_of_share, tokens_to_heads
 
 
@@ -68,19 +68,6 @@ def sparse_attention(
     return _SparseAttention.apply(q_THD, rows_TD, chosen_SK, first, prompt, value_width, scale, query_block, attend)
 
 
-def inject_latent_gradient(latent: Tensor, rows: OwnedRows, segment: Segment) -> Tensor:
-    """Identity on a prompt chunk's rows [T, D]; backward adds, on each row's owner, the gradient it gathered."""
-    return _InjectLatentGradient.apply(latent, rows, segment)
-
-
-def latent_root(q_THD: Tensor, latent: Tensor, value_width: int, rows: OwnedRows, segment: Segment) -> Tensor:
-    """In place of attention where only the rows matter (the last layer of a prompt chunk).
-
-    Returns zeros [T, H, V]; backward ignores their gradient and gives the rows what they gathered.
-    """
-    return _LatentRoot.apply(q_THD, latent, value_width, rows, segment)
-
-
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, rows, chosen, first, prompt, value_width, scale, query_block, attend):  # type: ignore[no-untyped-def]
@@ -110,35 +97,6 @@ class _SparseAttention(torch.autograd.Function):
             prompt.add_gradients(drows[:of_prompt])
         drows = drows[len(drows) - len(rows) :].to(rows.dtype, copy=True)  # lets those of the prompt go
         return tokens_to_heads(dq, choice.group), drows, None, None, None, None, None, None, None
-
-
-class _InjectLatentGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, latent, rows: OwnedRows, segment: Segment):  # type: ignore[no-untyped-def]
-        ctx.rows, ctx.segment = rows, segment
-        return latent.view_as(latent)
-
-    @staticmethod
-    def backward(ctx, dlatent):  # type: ignore[no-untyped-def]
-        dlatent = dlatent.clone()
-        ctx.rows.take_gradient(ctx.segment, latent=dlatent)
-        return dlatent, None, None
-
-
-class _LatentRoot(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, latent, value_width: int, rows: OwnedRows, segment: Segment):  # type: ignore[no-untyped-def]
-        ctx.rows, ctx.segment = rows, segment
-        ctx.shapes = q.shape, latent.shape
-        return q.new_zeros(*q.shape[:2], value_width)
-
-    @staticmethod
-    def backward(ctx, dout):  # type: ignore[no-untyped-def]
-        q_shape, latent_shape = ctx.shapes
-        dlatent = dout.new_zeros(latent_shape)
-        ctx.rows.take_gradient(ctx.segment, latent=dlatent)
-        ctx.rows.drop("latent")  # responses are behind us, and prompt chunks don't read it here
-        return dout.new_zeros(q_shape), dlatent, None, None, None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ LAYERS = [
     ["distributed"],
     ["rollouts", "recurrent_state", "kept_choices", "logprobs"],
     ["prompt_state", "partial_attention"],
-    ["objectives", "attention", "latent_rows", "token_shares"],
+    ["objectives", "attention", "row_gradients", "latent_rows", "token_shares"],
     ["position_choice", "sparse_attention"],
     ["work", "index_choices"],
     ["measure", "models", "samples", "schedule", "flops"],

@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 from megatron_longstraw.latent_rows import LatentRows
 from megatron_longstraw.position_choice import IndexQueries, choose_positions
 from megatron_longstraw.prompt_state import OwnedRows, Pages, Phase, PromptState, Segment, StateOptions
-from megatron_longstraw.sparse_attention import inject_latent_gradient, latent_root, sparse_attention
+from megatron_longstraw.row_gradients import inject_row_gradients, root_at_rows
+from megatron_longstraw.sparse_attention import sparse_attention
 from tests.ranks import Layout, Ranks
 
 HEADS, WIDTH, VALUE, INDEX_HEADS, INDEX_WIDTH = 4, 11, 7, 3, 5
@@ -279,12 +280,13 @@ def test_gradient_is_injected_and_rooted_on_the_owner() -> None:
         own = [i for i in range(101) if i // sizes["page"] % 3 == 1]
         latent = x["rows"][:101].clone().requires_grad_()
         if root:
-            out = latent_root(x["q"].new_zeros(101, HEADS, WIDTH), latent, VALUE, prompt.rows, segment)
+            out = root_at_rows(x["q"].new_zeros(101, HEADS, WIDTH), VALUE, prompt.rows, segment, latent=latent)
             assert out.shape == (101, HEADS, VALUE) and not out.any()
             out.sum().backward()
             want = torch.zeros_like(latent)
         else:
-            inject_latent_gradient(latent, prompt.rows, segment).sum().backward()
+            (out,) = inject_row_gradients(prompt.rows, segment, latent=latent)
+            out.sum().backward()
             want = torch.ones_like(latent)
         want[own] += prompt.rows.gradients["latent"]
         torch.testing.assert_close(latent.grad, want)

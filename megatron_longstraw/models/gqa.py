@@ -20,11 +20,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron_longstraw.attention import PromptRows, inject_state_gradient, prompt_attention, state_root
+from megatron_longstraw.attention import PromptRows, prompt_attention
 from megatron_longstraw.config import ConfigError
 from megatron_longstraw.distributed import consecutive_group
 from megatron_longstraw.models.layers import PromptLayer
 from megatron_longstraw.prompt_state import OwnedRows, Phase, Runtime
+from megatron_longstraw.row_gradients import inject_row_gradients, root_at_rows
 
 
 class PromptCoreAttention(MegatronModule):
@@ -124,9 +125,11 @@ class PromptCoreAttention(MegatronModule):
         if segment.phase is Phase.CAPTURE:
             rows.write(segment, key=k, value=v)
         if self.is_last and segment.is_prompt:
-            return state_root(q, k, v, rows, segment) if segment.phase is Phase.PROMPT else torch.zeros_like(q)
+            if segment.phase is Phase.PROMPT:
+                return root_at_rows(q, v.shape[-1], rows, segment, key=k, value=v)
+            return torch.zeros_like(q)
         if segment.phase is Phase.PROMPT:
-            k, v = inject_state_gradient(k, v, rows, segment)
+            k, v = inject_row_gradients(rows, segment, key=k, value=v)
         block_tokens = self.runtime.current_state().options.attention_block_tokens
         prompt = PromptRows(rows, segment.start, block_tokens, self.group)
         return prompt_attention(q, k, v, prompt, self.softmax_scale, sequences, attend)

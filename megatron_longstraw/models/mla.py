@@ -27,7 +27,8 @@ from megatron_longstraw.latent_rows import LatentRows
 from megatron_longstraw.models.layers import last_layer_counts
 from megatron_longstraw.position_choice import IndexQueries, choose_positions
 from megatron_longstraw.prompt_state import OwnedRows, Phase, Runtime, Segment
-from megatron_longstraw.sparse_attention import inject_latent_gradient, latent_root, sparse_attention
+from megatron_longstraw.row_gradients import inject_row_gradients, root_at_rows
+from megatron_longstraw.sparse_attention import sparse_attention
 from megatron_longstraw.token_shares import gather_shares, place, share_of, slice_of_share
 
 
@@ -109,8 +110,8 @@ class PromptSparseAttention(DSAttention):
             if not self._chooses_in_backward:
                 rows.drop("index_key")  # responses, whose forwards come before, were the last to choose
             if self.is_last:
-                return latent_root(q, latent, self.config.kv_lora_rank, rows, segment)
-            latent = inject_latent_gradient(latent, rows, segment)
+                return root_at_rows(q, self.config.kv_lora_rank, rows, segment, latent=latent)
+            (latent,) = inject_row_gradients(rows, segment, latent=latent)
             if self._keeps_choice and not self.runtime.micro_batch.is_recomputed:
                 kept = self.runtime.current_state().choices(self.layer_number)
                 self.runtime.micro_batch.chosen[self.layer_number] = kept.take(segment.start)
