@@ -71,16 +71,19 @@ def _gradients(layer: Any, hidden: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def _chunked_against_naive(lengths: list[int], response: int) -> list[tuple[str, float]]:
-    """Relative differences of the output and of each gradient of a prompt in chunks and one response behind it."""
+def _chunked_against_naive(lengths: list[int], responses: list[int]) -> list[tuple[str, float]]:
+    """Relative differences of the output and of each gradient of a prompt in chunks and the responses behind it, which
+    are one micro-batch."""
     from megatron_longstraw.prompt_state import Phase, PromptState, Segment, StateOptions
 
     layer, runtime = _layer(qwen_run(Layout()))
-    prompt = sum(lengths)
+    prompt, response = sum(lengths), sum(responses)
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(prompt + response, HIDDEN, generator=generator, dtype=torch.float64).requires_grad_()
     dout = torch.randn(prompt + response, HIDDEN, generator=generator, dtype=torch.float64)
-    want = _naive(layer, hidden)
+    of_prompt, *of_responses = hidden.split([prompt, *responses])
+    behind = [_naive(layer, torch.cat([of_prompt, own]))[prompt:] for own in of_responses]
+    want = torch.cat([_naive(layer, of_prompt), *behind])
     want.backward(dout)
     want_gradients = _gradients(layer, hidden)
 
@@ -89,14 +92,14 @@ def _chunked_against_naive(lengths: list[int], response: int) -> list[tuple[str,
     chunks = list(zip(starts, lengths, strict=True))
     outs = []
 
-    def run(phase: Phase, start: int, length: int) -> Tensor:
-        runtime.begin(Segment(phase=phase, start=start, length=length))
+    def run(phase: Phase, start: int, length: int, packed: tuple[int, ...] = ()) -> Tensor:
+        runtime.begin(Segment(phase=phase, start=start, length=length, packed=packed))
         return layer(hidden[start : start + length, None], None)[0][:, 0]
 
     with keep_float64():
         with torch.no_grad():
             outs += [run(Phase.CAPTURE, *chunk) for chunk in chunks]
-        out = run(Phase.RESPONSE, prompt, response)
+        out = run(Phase.RESPONSE, prompt, response, tuple(responses) if len(responses) > 1 else ())
         out.backward(dout[prompt:])
         outs.append(out.detach())
         for start, length in reversed(chunks):
@@ -109,12 +112,21 @@ def _chunked_against_naive(lengths: list[int], response: int) -> list[tuple[str,
 
 
 @pytest.mark.parametrize(
-    ("lengths", "response"),
-    [([1], 1), ([2, 1, 1], 2), ([3, 4, 5], 3), ([64, 7], 65), ([63, 65, 1], 4), ([40], 130)],
-    ids=lambda x: "-".join(map(str, x)) if isinstance(x, list) else f"+{x}",
+    ("lengths", "responses"),
+    [
+        ([1], [1]),
+        ([2, 1, 1], [2]),
+        ([3, 4, 5], [3]),
+        ([64, 7], [65]),
+        ([63, 65, 1], [4]),
+        ([40], [130]),
+        ([1], [5, 2]),
+        ([64, 7], [70, 3, 128, 1, 64, 66]),  # of one and of two chunks of the rule, in turn
+    ],
+    ids=lambda x: "-".join(map(str, x)),
 )
-def test_chunks_equal_token_by_token(ranks: Ranks, lengths: list[int], response: int) -> None:
-    (differences,) = ranks.run(Layout(), _chunked_against_naive, lengths, response)
+def test_chunks_equal_token_by_token(ranks: Ranks, lengths: list[int], responses: list[int]) -> None:
+    (differences,) = ranks.run(Layout(), _chunked_against_naive, lengths, responses)
     assert len(differences) == 9
     for name, difference in differences:
         assert difference <= 1e-11, (name, difference)

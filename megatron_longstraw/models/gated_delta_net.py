@@ -16,22 +16,29 @@ Which kernels run is chosen once, when the config is made, by `resolve_delta_rul
 where it imports and there is a GPU, else Megatron's own torch functions (``deterministic_mode``). The former
 are called as version 0.4 declares them, and have run a capture on an H200, but not been compared yet.
 
-Shapes: B = 1 sequence, T tokens of the segment, C convolution channels of this rank (queries, keys, values),
-K convolution width, H value heads of this rank, [D, E] key and value dimensions of a head.
+Packed responses start from the same state: those that are about as long are a batch of the convolution and the rule.
+
+Shapes: B sequences (a prompt chunk is one), T tokens of the segment or of the longest of a batch, C convolution
+channels of this rank (queries, keys, values), K convolution width, H value heads of this rank, [D, E] key and value
+dimensions of a head.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_longstraw.config import ConfigError
 from megatron_longstraw.prompt_state import Phase, Runtime, Segment
 from megatron_longstraw.recurrent_state import BoundaryStates
+
+_RULE_CHUNK = 64
+"""Tokens of a chunk of the delta rule, in Megatron's torch function as in flash-linear-attention."""
 
 
 def resolve_delta_rule(deterministic_mode: bool | None) -> str:
@@ -101,14 +108,14 @@ class PromptGatedDeltaNet(GatedDeltaNet):
         qkv, gate, beta, alpha = projected[: segment.length].transpose(0, 1).split(self.feat_dim_split, dim=-1)
         boundaries = self._boundaries()
         recurrent_state, conv_state = self._initial_state(boundaries, segment, qkv)
-        outs = []
-        for own in segment.sequences(segment.length):
-            of_own, end_conv_state = self._convolve(qkv[:, own], conv_state)
-            of_own, end_state = self._delta_rule(
-                of_own, gate[:, own], beta[:, own], alpha[:, own], recurrent_state, segment.is_prompt
-            )
-            outs.append(of_own)
-        out = torch.cat(outs, 1)
+        outs: dict[int, Tensor] = {}
+        for alike in _as_long_for_the_rule(segment.sequences(segment.length)):
+            own_qkv, *others = (_batch(x, alike) for x in (qkv, gate, beta, alpha))
+            convolved, end_conv_state = self._convolve(own_qkv, conv_state.expand(len(alike), -1, -1))
+            start = None if recurrent_state is None else recurrent_state.expand(len(alike), -1, -1, -1)
+            of_alike, end_state = self._delta_rule(convolved, *others, start, segment.is_prompt)
+            outs |= {own.start: one[None, : own.stop - own.start] for own, one in zip(alike, of_alike, strict=True)}
+        out = torch.cat([outs[first] for first in sorted(outs)], 1)
 
         if segment.is_prompt:
             assert boundaries is not None and end_state is not None
@@ -140,7 +147,7 @@ class PromptGatedDeltaNet(GatedDeltaNet):
         return read_boundary(boundaries, segment.start)
 
     def _convolve(self, qkv: Tensor, conv_state: Tensor) -> tuple[Tensor, Tensor]:
-        """Causal convolution and activation of [1, T, C] behind conv_state; also returns the next conv_state."""
+        """Causal convolution and activation of [B, T, C] behind conv_state; also returns the next conv_state."""
         rows = torch.cat([conv_state, qkv], dim=1)
         following = rows[:, qkv.shape[1] :]
         if self.config.deterministic_mode:
@@ -156,9 +163,9 @@ class PromptGatedDeltaNet(GatedDeltaNet):
     def _delta_rule(
         self, qkv: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor, initial_state: Tensor | None, final: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(out [1, T, H, E], final state [1, H, D, E] if asked for)."""
+        """(out [B, T, H, E], final state [B, H, D, E] if asked for)."""
         query, key, value, _, beta, alpha = self._prepare_input_for_gated_delta_rule(
-            qkv, gate, 1, qkv.shape[1], beta, alpha
+            qkv, gate, qkv.shape[0], qkv.shape[1], beta, alpha
         )
         g, beta = self._compute_g_and_beta(self.A_log, self.dt_bias, alpha, beta)
         return self.gated_delta_rule(
@@ -171,6 +178,21 @@ class PromptGatedDeltaNet(GatedDeltaNet):
             output_final_state=final,
             use_qk_l2norm_in_kernel=False,
         )
+
+
+def _as_long_for_the_rule(sequences: Sequence[slice]) -> list[list[slice]]:
+    """Sequences that the delta rule pads to as many of its chunks: one call for them costs what theirs would."""
+    alike: dict[int, list[slice]] = {}
+    for own in sequences:
+        alike.setdefault(-(-(own.stop - own.start) // _RULE_CHUNK), []).append(own)
+    return list(alike.values())
+
+
+def _batch(x: Tensor, sequences: Sequence[slice]) -> Tensor:
+    """Sequences that lie behind each other in [1, T, ...] as [B, tokens of the longest, ...], zeros behind them."""
+    if len(sequences) == 1:
+        return x[:, sequences[0]]
+    return pad_sequence([x[0, own] for own in sequences], batch_first=True)
 
 
 def read_boundary(boundaries: BoundaryStates, position: int) -> tuple[Tensor, Tensor]:
