@@ -110,10 +110,10 @@ class PromptGatedDeltaNet(GatedDeltaNet):
         recurrent_state, conv_state = self._initial_state(boundaries, segment, qkv)
         outs: dict[int, Tensor] = {}
         for alike in _as_long_for_the_rule(segment.sequences(segment.length)):
-            own_qkv, *others = (_batch(x, alike) for x in (qkv, gate, beta, alpha))
-            convolved, end_conv_state = self._convolve(own_qkv, conv_state.expand(len(alike), -1, -1))
+            batch = [_batch(x, alike) for x in (qkv, gate, beta, alpha)]
+            batch[0], end_conv_state = self._convolve(batch[0], conv_state.expand(len(alike), -1, -1))
             start = None if recurrent_state is None else recurrent_state.expand(len(alike), -1, -1, -1)
-            of_alike, end_state = self._delta_rule(convolved, *others, start, segment.is_prompt)
+            of_alike, end_state = self._delta_rule(batch, start, segment.is_prompt)
             outs |= {own.start: one[None, : own.stop - own.start] for own, one in zip(alike, of_alike, strict=True)}
         out = torch.cat([outs[first] for first in sorted(outs)], 1)
 
@@ -161,9 +161,10 @@ class PromptGatedDeltaNet(GatedDeltaNet):
         return out[:, conv_state.shape[1] :], following
 
     def _delta_rule(
-        self, qkv: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor, initial_state: Tensor | None, final: bool
+        self, batch: Sequence[Tensor], initial_state: Tensor | None, final: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(out [B, T, H, E], final state [B, H, D, E] if asked for)."""
+        """(out [B, T, H, E], final state [B, H, D, E] if asked for) of the convolved qkv, gate, beta and alpha."""
+        qkv, gate, beta, alpha = batch
         query, key, value, _, beta, alpha = self._prepare_input_for_gated_delta_rule(
             qkv, gate, qkv.shape[0], qkv.shape[1], beta, alpha
         )
