@@ -123,11 +123,12 @@ class ScheduleConfig:
     pack_tokens: int = 0
     """Responses share a micro-batch, one behind the other, as long as together they have at most this many tokens; a
     longer one has its own, and at 0 each has. A pack takes the memory of a prompt chunk of as many tokens, and that of
-    the head. Behind a host's own forward step (drop-in, patches) only 0 works."""
+    the head. With Gated DeltaNet layers, whose rule pads, a response counts as a multiple of 64 tokens. Behind a host's
+    own forward step (drop-in, patches) only 0 works."""
     recompute: bool = True
     """Recompute each layer in backward, so that a micro-batch keeps one input per layer. One of at most
-    1 / (2 x num_layers) of the tokens of the group's longest, prompt chunks included in exact mode, is not recomputed;
-    where data-parallel ranks share experts, all are."""
+    1 / (2 x num_layers) of the tokens of the group's longest (in exact mode prompt chunks count) is not recomputed;
+    in a pipeline, and where data-parallel ranks share experts, all are."""
     keep_attention: bool = True
     """A recomputed layer keeps its attention's output, so that the rest alone is computed again: heads x head_dim
     numbers a token over TP, of GLM-5.2 heads x kv_lora_rank. Without `recompute` it means nothing."""

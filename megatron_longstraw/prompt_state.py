@@ -79,6 +79,10 @@ class Segment:
         first = list(itertools.accumulate(self.packed[:-1], initial=0))
         return [slice(*ends) for ends in zip(first, [*first[1:], tokens], strict=True)]
 
+    def padded_tokens(self, multiple: int) -> int:
+        """Tokens of all sequences, if each is padded to a multiple."""
+        return sum(length + -length % multiple for length in self.packed or (self.length,))
+
     @property
     def is_prompt(self) -> bool:
         """Whether it is there for the state it leaves, so that the last layer's output is of no use."""
@@ -134,8 +138,10 @@ class Runtime:
     Attributes:
         micro_batch: whose forward (or recomputed forward) runs.
         state: the prompt state of the group that runs, or None between groups.
-        recompute_above: layers recompute their forward in backward for segments of more tokens than this; None: never.
+        recompute_above: layers recompute their forward in backward for segments of more tokens than this, each sequence
+            padded to `sequence_multiple`; None: never.
         recurrent: whether the model has layers that keep boundary states.
+        sequence_multiple: what some layer pads the tokens of each sequence of a segment to.
         keep_attention: whether a recomputed layer takes its attention from its first forward (not in stock sequences).
         recompute_plain: whether they recompute stock sequences too, instead of Megatron's own recomputation.
         plain_is_recomputable: whether stock sequences can be recomputed at all; the model says so.
@@ -145,6 +151,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self.recurrent = False
+        self.sequence_multiple = 1
         self.plain_is_recomputable = True
         self.on_choice: Callable[[int, Segment, Any, Tensor], Tensor] | None = None
         self.end()
@@ -161,7 +168,8 @@ class Runtime:
             return False
         if self.segment.is_plain:
             return self.recompute_plain
-        return self.recompute_above is not None and self.segment.length > self.recompute_above
+        tokens = self.segment.padded_tokens(self.sequence_multiple)
+        return self.recompute_above is not None and tokens > self.recompute_above
 
     def attend_of(self, layer_number: int) -> Attend:
         """How a layer gets its attention: a recomputed layer may take that of its first forward.

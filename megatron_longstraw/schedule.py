@@ -213,13 +213,13 @@ def _run_group(
     config, runtime = model_config(chunks), _runtime(chunks)
     exact = options.prompt_gradient == "exact" and not forward_only
     group = group if group is not None and group.has_work else None
-    interval = options.boundary_interval if runtime.recurrent else 1
-    capture, replay, prompt = _work(group, options, forward_only, _length_multiple(config), interval)
+    capture, replay, prompt = _work(group, options, forward_only, _length_multiple(config), runtime)
     count_chunks, count_responses = _largest_counts(config, len(capture), len(replay))
     if not count_responses:
         return []
     with_graph = [*replay, *prompt] if exact else replay
-    runtime.recompute_above = _recompute_above(with_graph, options, config)
+    tokens = [item.segment.padded_tokens(runtime.sequence_multiple) for item in with_graph]
+    runtime.recompute_above = _recompute_above(tokens, options, config)
     runtime.keep_attention = options.keep_attention
     idle_group = group or work.no_group(_device(chunks))
     fill = functools.partial(work.filled, group=idle_group, multiple=_length_multiple(config))
@@ -243,31 +243,35 @@ def _run_group(
 
 
 def _work(
-    group: PromptGroup | None, options: ScheduleConfig, forward_only: bool, multiple: int, boundary_interval: int
+    group: PromptGroup | None, options: ScheduleConfig, forward_only: bool, multiple: int, runtime: Runtime
 ) -> tuple[list[WorkItem], list[WorkItem], list[WorkItem]]:
     """The group's capture, replay and prompt backward, each in order of running."""
     if group is None:
         return [], [], []
     count = 0 if forward_only else sum(1 for response in group.responses if len(response))
-    chunk = options.prompt_chunk_tokens
+    chunk, interval = options.prompt_chunk_tokens, options.boundary_interval if runtime.recurrent else 1
     return (
         work.prompt_chunks(group, Phase.CAPTURE, chunk, multiple, multiplicity=count),
-        work.responses(group, multiple, multiplicity=min(count, 1), pack_tokens=options.pack_tokens),
-        work.prompt_backward(group, chunk, multiple, boundary_interval),
+        work.responses(group, multiple, min(count, 1), options.pack_tokens, runtime.sequence_multiple),
+        work.prompt_backward(group, chunk, multiple, interval),
     )
 
 
-def _recompute_above(with_graph: Sequence[WorkItem], options: ScheduleConfig, config: Any) -> int | None:
+def _recompute_above(tokens: Sequence[int], options: ScheduleConfig, config: Any) -> int | None:
     """Up to how many tokens of a micro-batch its layers are not recomputed, as that would save no memory.
 
-    All layers of such a micro-batch keep half of what one layer of the longest of the group's micro-batches with a
-    graph keeps. In a pipeline that holds for the micro-batches in flight together, as a stage has as many fewer layers.
+    All layers of such a micro-batch keep half of what one layer of the group's longest one keeps.
+
+    Args:
+        tokens: of the group's micro-batches with a graph.
     """
     if not options.recompute:
         return None
-    if not with_graph or _in_step(config):
+    if not tokens or _in_step(config):
         return 0  # a recomputed layer needs the other ranks in its collectives, whatever the length of theirs
-    return max(item.segment.length for item in with_graph) // (2 * config.num_layers)
+    if config.pipeline_model_parallel_size > 1:
+        return 0  # short ones would be in flight beside the recomputed layer of the longest
+    return max(tokens) // (2 * config.num_layers)
 
 
 def _in_step(config: Any) -> bool:

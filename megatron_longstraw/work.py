@@ -141,12 +141,15 @@ def prompt_backward(group: PromptGroup, chunk_tokens: int, multiple: int, bounda
     return items
 
 
-def responses(group: PromptGroup, multiple: int, multiplicity: int = 1, pack_tokens: int = 0) -> list[WorkItem]:
-    """The non-empty responses in order, on top of the prompt's state; as many in one item as make `pack_tokens`."""
+def responses(
+    group: PromptGroup, multiple: int, multiplicity: int = 1, pack_tokens: int = 0, sequence_multiple: int = 1
+) -> list[WorkItem]:
+    """The non-empty responses in order, on top of the prompt's state; as many in one item as make `pack_tokens`, each
+    padded to `sequence_multiple`."""
     packs: list[list[int]] = []
     room = 0
     for index in _non_empty(group):
-        tokens = len(group.responses[index])
+        tokens = len(group.responses[index]) + -len(group.responses[index]) % sequence_multiple
         if tokens > room:
             packs.append([])
             room = pack_tokens

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 CONFIG = ROOT / "examples" / "glm52" / "tiny.yaml"
 # as many layers as have each kind (dense, experts, their own index, another's), so that twelve runs take an hour
 FEW_LAYERS = ["--set", "model.transformer.num_layers=5", "--set", "model.transformer.moe_layer_freq=[0, 0, 0, 1, 1]"]
-# of these groups' responses two or three make a pack; tiny.yaml's packs hold fewer
+# of these groups' responses two or three make a pack
 PACKED = ["--set", "schedule.pack_tokens=2048"]
 BOUND = {"float32": 1e-5, "float64": 1e-9}
 LAYOUTS = [

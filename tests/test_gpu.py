@@ -97,7 +97,7 @@ def _has_flash_linear_attention() -> bool:
     return common.HAVE_FLA
 
 
-@pytest.mark.parametrize("pack_tokens", [0, 80])
+@pytest.mark.parametrize("pack_tokens", [0, 256])
 @pytest.mark.parametrize(
     "dtype, kernels",
     [("float32", "torch"), ("float64", "torch"), ("bfloat16", "torch"), ("bfloat16", "flash-linear-attention")],

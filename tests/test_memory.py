@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -57,28 +58,54 @@ def test_peak_does_not_depend_on_the_number_of_responses(ranks: Ranks, layout: L
     assert max(grown) < 0.002 * min(few)
 
 
-def _peak_of_responses(prompt: int, tokens: int, always: bool, schedule: ScheduleConfig) -> int:
+def _peak_of_responses(
+    model: str, layout: Layout, prompt: int, tokens: Sequence[int], always: bool, schedule: ScheduleConfig
+) -> int:
     from megatron_longstraw import schedule as module
     from megatron_longstraw.compare import run_schedule
     from megatron_longstraw.trainer import build_ddp_model
 
-    run = tiny_run(Layout(), schedule=schedule)
+    run = replace((qwen_run if model == "qwen36" else tiny_run)(layout), schedule=schedule)
     draw = np.random.default_rng(0)
-    rollouts = [group("g", prompt, *(response(draw, tokens) for _ in range(2)))]
+    rollouts = [group("g", prompt, *(response(draw, n) for n in tokens))]
     with patch.object(module, "_recompute_above", return_value=0) if always else contextlib.nullcontext():
         return run_schedule("longstraw", build_ddp_model(run), rollouts, run, torch.device("cpu")).peak_bytes
 
 
 @pytest.mark.parametrize("gradient", ["exact", "detached"])
-@pytest.mark.parametrize(("chunk", "prompt", "tokens"), [(256, 2049, 32), (65536, 257, 4096), (65536, 257, 32)])
+@pytest.mark.parametrize(
+    ("model", "layout", "prompt", "tokens", "changes"),
+    [
+        ("dense", Layout(), 2049, [32] * 2, {}),
+        ("dense", Layout(), 257, [4096] * 2, {"prompt_chunk_tokens": 65536}),
+        ("dense", Layout(), 257, [32] * 2, {"prompt_chunk_tokens": 65536}),
+        ("dense", Layout(), 257, [1024, 128, 128], {}),
+        ("dense", Layout(pp=2), 65, [1024, *[128] * 3], {"prompt_chunk_tokens": 64}),  # in flight beside the long one
+        ("qwen36", Layout(), 257, [256, *[4] * 8], {"pack_tokens": 256}),  # the delta rule pads each
+    ],
+    ids=str,
+)
 def test_short_micro_batches_need_no_recomputation(
-    ranks: Ranks, gradient: str, chunk: int, prompt: int, tokens: int
+    ranks: Ranks, gradient: str, model: str, layout: Layout, prompt: int, tokens: list[int], changes: dict[str, int]
 ) -> None:
     """Up to 1/8 of the longest micro-batch with a graph, four layers keep less than its one layer; in detached mode no
-    prompt chunk is one."""
-    schedule = ScheduleConfig(prompt_chunk_tokens=chunk, prompt_gradient=gradient, attention_block_tokens=256)
-    ours, always = (ranks.run(Layout(), _peak_of_responses, prompt, tokens, each, schedule)[0] for each in (0, 1))
-    assert ours <= always
+    prompt chunk is one, and in a pipeline every one is recomputed."""
+    settings = {"prompt_chunk_tokens": 256, "attention_block_tokens": 256, **changes}
+    schedule = ScheduleConfig(prompt_gradient=gradient, **settings)  # type: ignore[arg-type]
+    ours, always = (
+        ranks.run(layout, _peak_of_responses, model, layout, prompt, tokens, each, schedule) for each in (False, True)
+    )
+    assert all(a <= b for a, b in zip(ours, always, strict=True)), (ours, always)
+
+
+def test_packs_of_short_responses_take_no_more_than_a_long_one(ranks: Ranks) -> None:
+    """The delta rule pads each of the sixteen to 64 tokens."""
+    schedule = ScheduleConfig(prompt_chunk_tokens=256, pack_tokens=256, prompt_gradient="detached")
+    alone, packed = (
+        ranks.run(Layout(), _peak_of_responses, "qwen36", Layout(), 257, tokens, True, schedule)[0]
+        for tokens in ([256], [256, *[1] * 16])
+    )
+    assert packed <= 1.01 * alone
 
 
 def test_prompt_costs_its_state_and_no_more(ranks: Ranks) -> None:

@@ -132,7 +132,7 @@ def test_last_layer_may_be_recurrent(ranks: Ranks, layout: Layout) -> None:
 )
 def test_packing_responses_changes_nothing(ranks: Ranks, one_rank: Any, layout: Layout) -> None:
     """Each of the packed responses starts from the prompt's state, and its gradients all come to it."""
-    results = ranks.run(layout, qwen_two_steps, _run(layout, pack_tokens=8), few_groups())
+    results = ranks.run(layout, qwen_two_steps, _run(layout, pack_tokens=128), few_groups())
     check_steps(results)
     check_ours(results, one_rank("float64", Layout()))
 

@@ -37,6 +37,14 @@ def test_responses_are_packed_in_order(pack_tokens: int, packs: list[tuple[int, 
         assert item.segment.length == sum(item.target_counts) == len(item.targets)
 
 
+def test_a_response_takes_the_room_of_its_padding() -> None:
+    items = responses(_group(9, 4, 4, 0, 1, 2, 5), 1, pack_tokens=12, sequence_multiple=4)
+    assert [item.responses for item in items] == [(0, 1, 3), (4, 5)]
+    assert [item.segment.length for item in items] == [9, 7]
+    assert [item.segment.padded_tokens(4) for item in items] == [12, 12]
+    assert [item.segment.padded_tokens(1) for item in items] == [9, 7]
+
+
 def test_a_pack_is_its_sequences_one_behind_the_other() -> None:
     (item,) = responses(_group(6, 3, 1, 2), 4, 1, 100)  # six tokens, padded to eight
 

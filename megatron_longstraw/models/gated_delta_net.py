@@ -31,14 +31,13 @@ import torch
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from megatron_longstraw.config import ConfigError
 from megatron_longstraw.prompt_state import Phase, Runtime, Segment
 from megatron_longstraw.recurrent_state import BoundaryStates
 
-_RULE_CHUNK = 64
-"""Tokens of a chunk of the delta rule, in Megatron's torch function as in flash-linear-attention."""
+RULE_CHUNK = 64
+"""Tokens of a chunk of the delta rule, to which Megatron's torch function pads a sequence."""
 
 
 def resolve_delta_rule(deterministic_mode: bool | None) -> str:
@@ -108,14 +107,16 @@ class PromptGatedDeltaNet(GatedDeltaNet):
         qkv, gate, beta, alpha = projected[: segment.length].transpose(0, 1).split(self.feat_dim_split, dim=-1)
         boundaries = self._boundaries()
         recurrent_state, conv_state = self._initial_state(boundaries, segment, qkv)
+        lengths = segment.packed or (segment.length,)
+        sequences = [x.split(lengths, dim=1) for x in (qkv, beta, alpha)]
         outs: dict[int, Tensor] = {}
-        for alike in _as_long_for_the_rule(segment.sequences(segment.length)):
-            batch = [_batch(x, alike) for x in (qkv, gate, beta, alpha)]
-            batch[0], end_conv_state = self._convolve(batch[0], conv_state.expand(len(alike), -1, -1))
+        for alike in _as_long_for_the_rule(lengths):
+            of_alike, beta_of_alike, alpha_of_alike = (_batch([x[i] for i in alike]) for x in sequences)
+            convolved, end_conv_state = self._convolve(of_alike, conv_state.expand(len(alike), -1, -1))
             start = None if recurrent_state is None else recurrent_state.expand(len(alike), -1, -1, -1)
-            of_alike, end_state = self._delta_rule(batch, start, segment.is_prompt)
-            outs |= {own.start: one[None, : own.stop - own.start] for own, one in zip(alike, of_alike, strict=True)}
-        out = torch.cat([outs[first] for first in sorted(outs)], 1)
+            out, end_state = self._delta_rule(convolved, beta_of_alike, alpha_of_alike, start, segment.is_prompt)
+            outs |= {i: one[:, : lengths[i]] for i, one in zip(alike, out.split(1), strict=True)}
+        out = torch.cat([outs[i] for i in range(len(lengths))], 1)
 
         if segment.is_prompt:
             assert boundaries is not None and end_state is not None
@@ -161,12 +162,12 @@ class PromptGatedDeltaNet(GatedDeltaNet):
         return out[:, conv_state.shape[1] :], following
 
     def _delta_rule(
-        self, batch: Sequence[Tensor], initial_state: Tensor | None, final: bool
+        self, qkv: Tensor, beta: Tensor, alpha: Tensor, initial_state: Tensor | None, final: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(out [B, T, H, E], final state [B, H, D, E] if asked for) of the convolved qkv, gate, beta and alpha."""
-        qkv, gate, beta, alpha = batch
+        """(out [B, T, H, E], final state [B, H, D, E] if asked for)."""
+        no_gate = qkv[..., :0]  # Megatron only passes it through, and it is applied behind the rule
         query, key, value, _, beta, alpha = self._prepare_input_for_gated_delta_rule(
-            qkv, gate, qkv.shape[0], qkv.shape[1], beta, alpha
+            qkv, no_gate, *qkv.shape[:2], beta, alpha
         )
         g, beta = self._compute_g_and_beta(self.A_log, self.dt_bias, alpha, beta)
         return self.gated_delta_rule(
@@ -181,19 +182,19 @@ class PromptGatedDeltaNet(GatedDeltaNet):
         )
 
 
-def _as_long_for_the_rule(sequences: Sequence[slice]) -> list[list[slice]]:
-    """Sequences that the delta rule pads to as many of its chunks: one call for them costs what theirs would."""
-    alike: dict[int, list[slice]] = {}
-    for own in sequences:
-        alike.setdefault(-(-(own.stop - own.start) // _RULE_CHUNK), []).append(own)
+def _as_long_for_the_rule(lengths: Sequence[int]) -> list[list[int]]:
+    """Which of the sequences have as many of the delta rule's chunks, to which it pads them in any case."""
+    alike: dict[int, list[int]] = {}
+    for i, length in enumerate(lengths):
+        alike.setdefault(-(-length // RULE_CHUNK), []).append(i)
     return list(alike.values())
 
 
-def _batch(x: Tensor, sequences: Sequence[slice]) -> Tensor:
-    """Sequences that lie behind each other in [1, T, ...] as [B, tokens of the longest, ...], zeros behind them."""
-    if len(sequences) == 1:
-        return x[:, sequences[0]]
-    return pad_sequence([x[0, own] for own in sequences], batch_first=True)
+def _batch(sequences: Sequence[Tensor]) -> Tensor:
+    """Sequences [1, tokens, ...] as [B, tokens of the longest, ...], with zeros behind the shorter ones."""
+    longest = max(x.shape[1] for x in sequences)
+    same = [x if x.shape[1] == longest else F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in sequences]
+    return same[0] if len(same) == 1 else torch.cat(same)
 
 
 def read_boundary(boundaries: BoundaryStates, position: int) -> tuple[Tensor, Tensor]:

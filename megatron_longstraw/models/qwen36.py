@@ -16,7 +16,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_longstraw.models.gated_delta_net import PromptGatedDeltaNet
+from megatron_longstraw.models.gated_delta_net import RULE_CHUNK, PromptGatedDeltaNet
 from megatron_longstraw.models.gqa import gqa_layer_spec
 from megatron_longstraw.models.weight_map import Piece, Source, WeightMap
 from megatron_longstraw.prompt_state import Runtime
@@ -50,7 +50,8 @@ def qwen36_layer_specs(
     submodules = dataclasses.replace(full.submodules, input_layernorm=IdentityOp, self_attention=delta_net)
     recurrent = dataclasses.replace(full, submodules=submodules)
     pattern = get_linear_attention_pattern(config)
-    runtime.recurrent = any(pattern)  # of the whole model, so that all pipeline stages run the same work
+    if any(pattern):  # of the whole model, so that all pipeline stages run the same work
+        runtime.recurrent, runtime.sequence_multiple = True, RULE_CHUNK
     return [recurrent if is_recurrent else full for is_recurrent in pattern]
 
 
