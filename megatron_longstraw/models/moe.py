@@ -51,16 +51,20 @@ class CountingRouter(TopKRouter):
 class PromptMoELayer(MoELayer):
     """Megatron's layer, without what its token dispatcher keeps of the last forward.
 
-    The routing probabilities stay on the dispatcher, and with them, after a recomputation, the graph of the whole
-    layer up to its router, until the layer's next forward.
+    Maps of tokens and the routing probabilities stay on the dispatcher until the layer's next forward, and with these,
+    after a recomputation, the graph of the whole layer up to its router.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._dispatcher_constants = [id(x) for x in vars(self.token_dispatcher).values() if isinstance(x, Tensor)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().forward(*args, **kwargs)
         finally:  # recomputation stops a forward, by an exception, at the last tensor that it needs
             for name, value in vars(self.token_dispatcher).items():
-                if isinstance(value, Tensor) and value.requires_grad:
+                if isinstance(value, Tensor) and id(value) not in self._dispatcher_constants:
                     setattr(self.token_dispatcher, name, None)
 
 
