@@ -74,14 +74,19 @@ class Segment:
         assert not self.packed
         return self.start + self.length
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        return self.packed or (self.length,)
+
     def sequences(self, tokens: int) -> list[slice]:
         """Where each sequence lies among the `tokens` of the micro-batch; padding goes with the last one."""
-        first = list(itertools.accumulate(self.packed[:-1], initial=0))
+        first = list(itertools.accumulate(self.lengths[:-1], initial=0))
         return [slice(*ends) for ends in zip(first, [*first[1:], tokens], strict=True)]
 
     def padded_tokens(self, multiple: int) -> int:
         """Tokens of all sequences, if each is padded to a multiple."""
-        return sum(length + -length % multiple for length in self.packed or (self.length,))
+        return sum(length + -length % multiple for length in self.lengths)
 
     @property
     def is_prompt(self) -> bool:

@@ -149,7 +149,8 @@ def responses(
     packs: list[list[int]] = []
     room = 0
     for index in _non_empty(group):
-        tokens = len(group.responses[index]) + -len(group.responses[index]) % sequence_multiple
+        tokens = len(group.responses[index])
+        tokens += -tokens % sequence_multiple
         if tokens > room:
             packs.append([])
             room = pack_tokens

@@ -107,7 +107,7 @@ class PromptGatedDeltaNet(GatedDeltaNet):
         qkv, gate, beta, alpha = projected[: segment.length].transpose(0, 1).split(self.feat_dim_split, dim=-1)
         boundaries = self._boundaries()
         recurrent_state, conv_state = self._initial_state(boundaries, segment, qkv)
-        lengths = segment.packed or (segment.length,)
+        lengths = segment.lengths
         sequences = [x.split(lengths, dim=1) for x in (qkv, beta, alpha)]
         outs: dict[int, Tensor] = {}
         for alike in _as_long_for_the_rule(lengths):
@@ -191,7 +191,10 @@ def _as_long_for_the_rule(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _batch(sequences: Sequence[Tensor]) -> Tensor:
-    """Sequences [1, tokens, ...] as [B, tokens of the longest, ...], with zeros behind the shorter ones."""
+    """Sequences [1, tokens, ...] as [B, tokens of the longest, ...], with zeros behind the shorter ones.
+
+    Not torch's pad_sequence, whose backward copies the whole batch once a sequence.
+    """
     longest = max(x.shape[1] for x in sequences)
     same = [x if x.shape[1] == longest else F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in sequences]
     return same[0] if len(same) == 1 else torch.cat(same)
