@@ -20,8 +20,8 @@ venv:
 demo: venv ## run the demo on this machine's CPU
 	@$(python) -m megatron_longstraw demo
 
-test: venv ## CPU tests
-	@OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(python) -m pytest
+test: venv ## CPU tests, two files at a time
+	@OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(python) -m pytest -n 2 --dist loadfile
 
 test-slow: venv ## the tests that take minutes
 	@OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(python) -m pytest -m slow

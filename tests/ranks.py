@@ -7,7 +7,6 @@ import contextlib
 import gc
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,14 +71,17 @@ class Ranks:
 
 class _Pool:
     def __init__(self, world_size: int, device: str) -> None:
+        from torch.distributed import TCPStore
+
         self.broken = False
         context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # ranks meet there
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, port, device, theirs), daemon=True)
+            arguments = rank, world_size, self._store.port, device, theirs
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
             with _environment(OMP_NUM_THREADS="1", **hidden):
                 process.start()
@@ -134,8 +136,9 @@ def _serve(rank: int, world_size: int, port: int, device: str, connection: Conne
     else:
         # NaN in every uninitialised buffer, so that reading one shows
         torch.use_deterministic_algorithms(True)
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
     torch.distributed.init_process_group(
-        "nccl" if device == "cuda" else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+        "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world_size
     )
     current: Layout | None = None
     while True:
@@ -168,12 +171,6 @@ def _lay_out(layout: Layout) -> None:
         torch.distributed.destroy_process_group(group)
 
     initialize_model_parallel(ParallelConfig(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, ep=layout.ep))
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @contextlib.contextmanager
