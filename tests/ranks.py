@@ -149,6 +149,8 @@ def _serve(rank: int, world_size: int, port: int, device: str, connection: Conne
         try:
             if layout != current:
                 _lay_out(layout)
+                if current is None:
+                    gc.freeze()  # what was imported; else the collection below takes longer than many a test
                 current = layout
             answer = (True, body(*args))
         except BaseException:
