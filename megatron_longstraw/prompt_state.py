@@ -119,9 +119,9 @@ class MicroBatch:
 
     Args:
         segment: the micro-batch.
-        chosen: number of a layer that chooses positions for others too (IndexShare) -> its choice, of this rank's
-            share of the tokens. Layers that reuse a choice are recomputed before the layer that made it, so
-            recomputation never makes one anew.
+        chosen: number of a layer that chooses positions for others too (IndexShare) -> the rows that its choice
+            is in, of this rank's share of the tokens. Layers that reuse a choice are recomputed before the layer that
+            made it, so recomputation never makes one anew.
         attended: number of a layer -> what its attention gave (see `Attend`), kept for its recomputation.
         is_recomputed: whether layers run to rebuild a graph, not for the first time.
     """

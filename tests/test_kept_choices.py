@@ -20,6 +20,7 @@ from tests.ranks import Layout, Ranks
 
 LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, ep=2)]
 TOPK = 8
+PAGE = 5
 STARTS = {0: 7, 7: 7, 14: 7, 21: 4}
 """Start of each prompt chunk of `_group` -> its tokens; on two ranks each of 7 is padded by one."""
 
@@ -35,13 +36,22 @@ def _choice_bytes(tp: int, topk: int = TOPK) -> int:
     return sum(-(-tokens // tp) * (min(topk, start + tokens) * 2 + 4) for start, tokens in STARTS.items())
 
 
+def _positions(chosen: list[list[int]], start: int, layout: Layout) -> list[list[int]]:
+    """The positions that chosen rows hold: one owner's pages of the prompt after the other's, then the chunk's."""
+    owned = [[p for p in range(start) if p // PAGE % layout.tp == owner] for owner in range(layout.tp)]
+    missing = [[None] * (len(owned[0]) - len(own)) for own in owned]
+    held = [p for own, none in zip(owned, missing, strict=True) for p in own + none]
+    held += range(start, start + 8)
+    return [[held[row] if row >= 0 else -1 for row in rows] for rows in chosen]
+
+
 def _uneven(layout: Layout, **schedule: Any) -> RunConfig:
-    return with_schedule(tiny_glm(layout), prompt_chunk_tokens=7, **schedule)
+    return with_schedule(tiny_glm(layout), prompt_chunk_tokens=7, page_tokens=PAGE, **schedule)
 
 
 def _observe(run: RunConfig, groups: list[RolloutGroup], bits: int = 16) -> dict[str, Any]:
     """One pass of ours, with so many bits kept of a position: how often positions are chosen in each phase, the
-    positions that each layer's attention takes (by phase, then by layer and start; "again" are recomputed layers),
+    rows that each layer's attention takes (by phase, then by layer and start; "again" are recomputed layers),
     what comes out, and bytes."""
     from megatron_longstraw import kept_choices
     from megatron_longstraw.compare import run_schedule
@@ -113,11 +123,12 @@ def test_prompt_backward_takes_what_capture_chose(ranks: Ranks, layout: Layout) 
         assert prompt == {key: chosen for key, chosen in again.items() if key[1] in STARTS}
         assert prompt.keys() == {key for key in captured if key[0] < 5}  # the last layer has no attention here
         assert {start for _, start in prompt} == STARTS.keys()
-        for (layer, start), chosen in prompt.items():
+        for (layer, start), rows in prompt.items():
+            chosen = _positions(rows, start, layout)
             width = min(TOPK, start + STARTS[start])
             tokens = range(rank % layout.tp, STARTS[start] + STARTS[start] % layout.tp, layout.tp)
             padding = [[start + t] + [-1] * (width - 1) for t in tokens if t >= STARTS[start]]
-            own = captured[layer, start][: len(tokens) - len(padding)]
+            own = _positions(captured[layer, start][: len(tokens) - len(padding)], start, layout)
             assert chosen == own + padding, (layer, start)
             assert all(start + t in row for t, row in zip(tokens, own, strict=False) if start + t < TOPK)
 

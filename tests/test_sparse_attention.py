@@ -12,7 +12,7 @@ from megatron_longstraw.latent_rows import LatentRows
 from megatron_longstraw.position_choice import IndexQueries, choose_positions
 from megatron_longstraw.prompt_state import OwnedRows, Pages, Phase, PromptState, Segment, StateOptions
 from megatron_longstraw.row_gradients import inject_row_gradients, root_at_rows
-from megatron_longstraw.sparse_attention import sparse_attention
+from megatron_longstraw.sparse_attention import rows_of_positions, sparse_attention
 from tests.ranks import Layout, Ranks
 
 HEADS, WIDTH, VALUE, INDEX_HEADS, INDEX_WIDTH = 4, 11, 7, 3, 5
@@ -120,6 +120,18 @@ def _blocks(sizes: dict[str, int]) -> dict[str, int]:
     return {"query_block": sizes["query_block"], "key_block": sizes["block"]}
 
 
+def _attention(
+    q: torch.Tensor,
+    own: torch.Tensor,
+    positions: torch.Tensor,
+    prompt: LatentRows | None,
+    query_block: int,
+    sequences: list[slice] | None = None,
+) -> torch.Tensor:
+    chosen = rows_of_positions(positions, prompt, sequences)
+    return sparse_attention(q, own, chosen, prompt, value_width=VALUE, scale=SCALE, query_block=query_block)
+
+
 def _compare(
     sizes: dict[str, int],
     ties: bool,
@@ -140,7 +152,7 @@ def _compare(
     prompt = _owned(x, sizes, rank, world, group, unwritten=world * unwritten_pages * sizes["page"], exact=exact)
     chosen = choose_positions(x["index"], prompt, **_blocks(sizes))
     q, current = x["q"][:, heads].clone().requires_grad_(), x["rows"][length:].clone().requires_grad_()
-    out = sparse_attention(q, current, chosen, prompt, value_width=VALUE, scale=SCALE, query_block=sizes["query_block"])
+    out = _attention(q, current, chosen, prompt, sizes["query_block"])
     out.backward(x["dout"][:, heads])
     dcurrent = current.grad.double()
     if world > 1:
@@ -264,7 +276,7 @@ def test_float32_is_close() -> None:
     x = _inputs(SIZES["odd"], False, torch.float32)
     prompt = _owned(x, SIZES["odd"], 0, 1, None)
     chosen = choose_positions(x["index"], prompt, **_blocks(SIZES["odd"]))
-    out = sparse_attention(x["q"], x["rows"][101:], chosen, prompt, value_width=VALUE, scale=SCALE, query_block=5)
+    out = _attention(x["q"], x["rows"][101:], chosen, prompt, 5)
     reference = _dense_sparse_attention(x["q"], x["rows"], _dense_choice(x["index"], x["index_keys"]), VALUE, SCALE)
     torch.testing.assert_close(out, reference, rtol=1e-5, atol=1e-6)
 
@@ -347,8 +359,7 @@ def test_packed_sequences_choose_and_attend_as_each_alone(prompt: int, topk: int
         index = IndexQueries(*(t[tokens] for t in (x["index"].queries, x["index"].weights, x["index"].keys)), topk)
         chosen = choose_positions(index, owned, **_blocks(sizes), sequences=sequences)
         q, own = (t[tokens].clone().requires_grad_() for t in (x["q"], x["rows"][prompt:]))
-        options: dict[str, Any] = {"value_width": VALUE, "scale": SCALE, "query_block": query_block}
-        out = sparse_attention(q, own, chosen, owned, sequences=sequences, **options)
+        out = _attention(q, own, chosen, owned, query_block, sequences)
         out.backward(x["dout"][tokens])
         chosen = pad(chosen, (0, min(topk, prompt + 6) - chosen.shape[1]), value=-1)  # the longest has 6 tokens
         return chosen, out, q.grad, own.grad, owned.rows.gradients["latent"]
@@ -382,6 +393,6 @@ def test_nothing_of_queries_times_prompt_exists() -> None:
         q, current = x["q"].clone().requires_grad_(), x["rows"][length:].clone().requires_grad_()
         with Largest() as largest:
             chosen = choose_positions(x["index"], prompt, **_blocks(sizes))
-            out = sparse_attention(q, current, chosen, prompt, value_width=VALUE, scale=SCALE, query_block=4)
+            out = _attention(q, current, chosen, prompt, 4)
             out.backward(x["dout"])
         assert largest.elements == (1 + length + 16) * WIDTH

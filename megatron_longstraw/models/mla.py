@@ -5,9 +5,9 @@ and, where the layer computes an index, the index key. Latents are the same on a
 the rows, in pages, and the owner group is the whole TP group. Its ranks share the tokens of a segment, too: each
 chooses positions for its share, and attends there with all heads.
 
-IndexShare: some layers reuse the positions that a layer before them chose. The choice lives with the micro-batch
-(`MicroBatch.chosen`), where recomputation finds it, whatever ran since. The choice of a captured chunk is kept
-(`schedule.keep_choices`) for the prompt backward, whose inputs are the same.
+IndexShare: some layers reuse the positions that a layer before them chose. The rows that hold them live with the
+micro-batch (`MicroBatch.chosen`), where recomputation finds them, whatever ran since. The choice of a captured chunk is
+kept (`schedule.keep_choices`) for the prompt backward, whose inputs are the same.
 
 The indexer's parameters get no gradient: as in Megatron without its KL loss, the index reads detached inputs.
 """
@@ -28,7 +28,7 @@ from megatron_longstraw.models.layers import last_layer_counts
 from megatron_longstraw.position_choice import IndexQueries, choose_positions
 from megatron_longstraw.prompt_state import OwnedRows, Phase, Runtime, Segment
 from megatron_longstraw.row_gradients import inject_row_gradients, root_at_rows
-from megatron_longstraw.sparse_attention import sparse_attention
+from megatron_longstraw.sparse_attention import rows_of_positions, sparse_attention
 from megatron_longstraw.token_shares import gather_shares, place, share_of, slice_of_share
 
 
@@ -102,7 +102,7 @@ class PromptSparseAttention(DSAttention):
         return torch.einsum("thc,hdc->thd", out, up_v_weight).reshape(len(q), 1, -1)
 
     def _attend_alone(self, q: Tensor, latent: Tensor, index: IndexQueries | None) -> Tensor:
-        return self._sparse(q, latent, self._chosen(index, None), None)
+        return self._sparse(q, latent, self._chosen(index, None, len(q)), None)
 
     def _attend(self, q: Tensor, latent: Tensor, index: IndexQueries | None) -> Tensor:
         segment, rows = self.runtime.segment, self._rows(latent)
@@ -112,14 +112,11 @@ class PromptSparseAttention(DSAttention):
             if self.is_last:
                 return root_at_rows(q, self.config.kv_lora_rank, rows, segment, latent=latent)
             (latent,) = inject_row_gradients(rows, segment, latent=latent)
-            if self._keeps_choice and not self.runtime.micro_batch.is_recomputed:
-                kept = self.runtime.current_state().choices(self.layer_number)
-                self.runtime.micro_batch.chosen[self.layer_number] = kept.take(segment.start)
         if segment.phase is Phase.CAPTURE and not self.output_of_capture:
             self._write(rows, latent, index)
             return q.new_zeros(*q.shape[:2], self.config.kv_lora_rank)
         prompt = LatentRows(rows, segment.start, self.group)
-        chosen = self._chosen(index, prompt)
+        chosen = self._chosen(index, prompt, len(q))
         if segment.phase is Phase.CAPTURE:
             self._write(rows, latent, index)
         return self._sparse(q, latent, chosen, prompt)
@@ -133,15 +130,20 @@ class PromptSparseAttention(DSAttention):
             value_width=self.config.kv_lora_rank,
             scale=self.softmax_scale,
             query_block=self._blocks[0],
-            sequences=self.runtime.segment.sequences(len(q)),
             attend=self.runtime.attend_of(self.layer_number),
         )
 
-    def _chosen(self, index: IndexQueries | None, prompt: LatentRows | None) -> Tensor:
-        """The positions of this micro-batch: chosen here and now, or by the layer whose choice this layer reuses."""
-        chosen = self.runtime.micro_batch.chosen
+    def _chosen(self, index: IndexQueries | None, prompt: LatentRows | None, tokens: int) -> Tensor:
+        """The rows for this share of a micro-batch: chosen here and now, by capture, or by the layer whose choice this
+        layer reuses."""
+        runtime, segment, positions = self.runtime, self.runtime.segment, None
         if index is not None:
-            chosen[self.layer_number] = self._choose(index, prompt)
+            positions = self._choose(index, prompt)
+        elif segment.phase is Phase.PROMPT and self._keeps_choice and not runtime.micro_batch.is_recomputed:
+            positions = runtime.current_state().choices(self.layer_number).take(segment.start)
+        chosen = runtime.micro_batch.chosen
+        if positions is not None:
+            chosen[self.layer_number] = rows_of_positions(positions, prompt, segment.sequences(tokens))
         if self.source_layer not in chosen:
             raise RuntimeError(f"layer {self.layer_number} reuses the index of layer {self.source_layer}: not run yet")
         return chosen[self.source_layer]
