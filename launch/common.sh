@@ -103,6 +103,7 @@ find_python() {
 check_machine() {
     [ -f "$checkout/$config" ] || fail "$checkout/$config: no such file; the checkout is not whole"
     [ -f "$rollouts" ] || fail "--rollouts $rollouts: no such file on this node ($HOSTNAME)"
+    [ -r "$rollouts" ] || fail "--rollouts $rollouts: can't be read on this node ($HOSTNAME)"
     if [ -n "$weights" ]; then
         [ -d "$weights" ] || fail "--weights $weights: no such folder on this node ($HOSTNAME)"
         compgen -G "$weights/*.safetensors" >/dev/null || fail "--weights $weights: has no .safetensors file"
@@ -129,26 +130,12 @@ check_writable() {
     fi
 }
 
-# The options of train by its own parser, then what each rank checks; and the package's own torch, which honours
-# CUDA_VISIBLE_DEVICES as the ranks will, counts the GPUs.
+# The options of train by its own parser, what each rank checks, the port of node 0, and the number of GPUs.
 check_run() {
     local found status=0
-    found=$("${run_python[@]}" -c '
-import sys
-
-import torch
-from megatron_longstraw import cli, config, distributed, doctor
-
-distributed.quiet()
-try:
-    run = cli.load_run(cli.make_parser().parse_args(sys.argv[2:]))
-    doctor.check_run(run, int(sys.argv[1]))
-    doctor.check_files(run)
-except (config.ConfigError, OSError) as error:
-    print("error:", str(error).replace("\n", " "), flush=True)
-    sys.exit(2)
-print(torch.cuda.device_count(), flush=True)
-' $((nnodes * ranks)) "${arguments[@]}" 2>&1) || status=$?
+    found=$("${run_python[@]}" -m megatron_longstraw.launch_check --world-size $((nnodes * ranks)) \
+        --node-rank "$node_rank" --master-port "$master_port" --rollouts "$rollouts" --output "$output" \
+        "${arguments[@]}" 2>&1) || status=$?
     found=${found##*$'\n'}
     case $status in
     0) ;;

@@ -227,7 +227,7 @@ class Table:
         self.rows[point] = row
 
     def _read(self) -> None:
-        with self.path.open(newline="", encoding="utf-8") as file:
+        with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
             reader = csv.DictReader(file)
             if tuple(reader.fieldnames or ()) != COLUMNS:
                 raise ConfigError(f"{self.path}: needs the columns {','.join(COLUMNS)}; name another folder")
@@ -255,6 +255,8 @@ def _parsed(row: Mapping[str, str]) -> Row:
             values[name] = float(text) if text else None
         else:
             values[name] = int(text) if text or name in _KEYS else None
+    if values["mode"] not in MODES:
+        raise ValueError(f"mode {values['mode']!r}")
     return values
 
 
@@ -267,7 +269,7 @@ def prepare_output(sweep: Sweep) -> None:
     output, config = sweep.output, sweep.output / "config.yaml"
     text = f"{_HEAD}{sweep.ranks}\n" + yaml.safe_dump(_plain(dataclasses.asdict(sweep.run)), sort_keys=False)
     try:
-        found = config.read_text(encoding="utf-8") if config.is_file() else text
+        found = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else text
         unused = found.startswith(_HEAD) and not any(output.glob("*.csv"))  # of a run that was refused
         if found != text and not unused:
             raise ConfigError(

@@ -138,8 +138,9 @@ def _megatron(problems: list[str]) -> list[Row]:
 def _run(run: RunConfig, world_size: int | None, nodes: int | None, problems: list[str]) -> list[Row]:
     parallel = run.parallel
     ranks = world_size or _fewest_ranks(parallel)
+    only = " (for compare: train takes float32 and bfloat16)" if run.dtype == "float64" else ""
     rows = [
-        ("architecture", run.model.architecture, f"{run.model.transformer['num_layers']} layers, {run.dtype}"),
+        ("architecture", run.model.architecture, f"{run.model.transformer['num_layers']} layers, {run.dtype}{only}"),
         (
             "ranks",
             str(ranks),
@@ -150,7 +151,8 @@ def _run(run: RunConfig, world_size: int | None, nodes: int | None, problems: li
     checks: list[Callable[[], None]] = [
         lambda: rows.extend((what, kernel, "") for what, kernel in check_run(run, ranks).items()),
         lambda: _check_gpus(ranks, nodes or 1) if world_size or nodes else None,
-        lambda: check_files(run),
+        lambda: _check_tokenizer(run),
+        lambda: _check_weights(run),
     ]
     if problems:  # without Megatron's hooks nothing of ours imports
         checks = checks[1:]
@@ -180,12 +182,20 @@ def _check_gpus(ranks: int, nodes: int) -> None:
 
 def check_files(run: RunConfig) -> None:
     """Reads the tokenizer and the heads of the weights' files; ConfigError where they can't be used."""
+    _check_tokenizer(run)
+    _check_weights(run)
+
+
+def _check_tokenizer(run: RunConfig) -> None:
     tokenizer = load_tokenizer(run.data.tokenizer)
     if tokenizer.vocab_size > run.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size={run.model.vocab_size}: data.tokenizer={run.data.tokenizer!r} has "
             f"{tokenizer.vocab_size} ids; needs as many rows or more"
         )
+
+
+def _check_weights(run: RunConfig) -> None:
     if run.model.weights is not None:
         from megatron_longstraw.models import weight_map
         from megatron_longstraw.weights import SafetensorsFolder

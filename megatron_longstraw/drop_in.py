@@ -170,6 +170,11 @@ def _take(data_iterator: Any, count: int) -> list[Sample] | None:
     for iterator in data_iterator if isinstance(data_iterator, list | tuple) else [data_iterator]:
         if iterator is None:
             continue
+        if not hasattr(iterator, "__next__"):
+            raise ConfigError(
+                f"data_iterator is {'a list of' if iterator is not data_iterator else ''} {type(iterator).__name__}: "
+                "needs an iterator, or a list with one for each model chunk"
+            )
         batches: list[Any] = []
         for _ in range(count):
             try:
@@ -255,10 +260,9 @@ class _HostLosses:
 
         def call(output: Tensor) -> tuple[Tensor, list[Any]]:
             outputs = loss_func(output)
-            if len(outputs) not in (2, 3):
-                raise ConfigError(
-                    f"the loss function returned {len(outputs)} values: needs (loss, report) or (loss, tokens, report)"
-                )
+            if not isinstance(outputs, tuple | list) or len(outputs) not in (2, 3):
+                got = f"{len(outputs)} values" if isinstance(outputs, tuple | list) else f"a {type(outputs).__name__}"
+                raise ConfigError(f"the loss function returned {got}: needs (loss, report) or (loss, tokens, report)")
             loss, report = outputs[0], outputs[-1]
             # in place, as Megatron does: a report that shares the loss's memory is scaled with it
             if len(outputs) == 3:

@@ -81,11 +81,13 @@ def read_sample(batch: Any, name: str) -> Sample:
             "over the samples of a micro-batch can't be split"
         )
     for field, value in batch.items():
-        fine = not isinstance(value, Tensor) or field == "attention_mask" or value.shape in ((), (1,))
-        if not fine and value.shape[:2] != shape:
+        if not isinstance(value, Tensor) or field == "attention_mask" or value.shape[:2] == shape:
+            continue
+        if field == "loss_mask" or value.shape not in ((), (1,)):
+            of_sample = "" if field == "loss_mask" else ", or [] or [1], one for the sample"
             raise ConfigError(
                 f"{name}: {field} has shape {list(value.shape)}: needs {list(shape)} or {[*shape, '...']}, a value per "
-                "position, or [] or [1], one for the sample"
+                f"position{of_sample}"
             )
     trained = batch["loss_mask"].reshape(shape[1], -1).any(dim=1).nonzero()
     first, last = (int(trained[0]), int(trained[-1])) if len(trained) else (0, 0)

@@ -280,9 +280,9 @@ def persistent_tensors(model: Sequence[Any]) -> list[Tensor]:
     return tensors
 
 
-def check_trainable(run: RunConfig, steps: int) -> None:
-    """Raises ConfigError where the optimizer can't take the run."""
-    if run.optimizer.lr_warmup_steps >= steps:
+def check_trainable(run: RunConfig, steps: int | None) -> None:
+    """Raises ConfigError where the optimizer can't take the run, of so many steps if that is known."""
+    if steps is not None and run.optimizer.lr_warmup_steps >= steps:
         raise ConfigError(
             f"optimizer.lr_warmup_steps={run.optimizer.lr_warmup_steps}: needs less than the run's {steps} steps"
         )

@@ -43,9 +43,10 @@ if [ ! -f "$tree/megatron/training/training.py" ]; then
     fail 2 "$tree has no megatron/training/training.py: needs a Megatron-LM checkout, or the folder over a copy of the wheel's megatron/"
 fi
 
-# Where the tree lies within another repository, git must not take that one's root for the tree's.
+# Where the tree lies within another repository, git must not take that one's root for the tree's. Line ends stay as
+# they are, whatever the user's git makes of them in a checkout.
 in_tree() {
-    (cd "$tree" && GIT_CEILING_DIRECTORIES=$(dirname "$tree") git apply "$@")
+    (cd "$tree" && GIT_CEILING_DIRECTORIES=$(dirname "$tree") git -c core.autocrlf=false apply "$@")
 }
 
 # The files that patches change, without spaces in their names.
@@ -109,13 +110,19 @@ copy() { # from a folder to another
     done
 }
 copy "$tree" "$copies" || { rm -r "$copies"; fail 3 "can't keep copies of the files; nothing was changed"; }
+keep_modes() { # git apply makes files anew, of the modes that umask says
+    for file in $changed; do
+        new=$tree/$file.longstraw
+        cp -p "$copies/$file" "$new" && cat "$tree/$file" >"$new" && mv "$new" "$tree/$file" || { rm -f "$new"; return 1; }
+    done
+}
 flag=
 [ "$action" = apply ] || flag=--reverse
-if ! for patch in $todo; do cat "$patches/$patch"; done | in_tree $flag -; then
+if ! { for patch in $todo; do cat "$patches/$patch"; done | in_tree $flag - && keep_modes; }; then
     copy "$copies" "$tree" ||
-        fail 4 "git apply failed, and so did putting the files back: $tree is patched in part, and its files are in $copies"
+        fail 4 "writing the files failed, and so did putting them back: $tree is patched in part, and its files are in $copies"
     rm -r "$copies"
-    fail 3 "git apply could not write the files; they are back as they were"
+    fail 3 "could not write the files; they are back as they were"
 fi
 rm -r "$copies"
 echo "$action: done"

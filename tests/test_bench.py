@@ -105,6 +105,9 @@ def test_folder_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match="another run or other ranks"):
         bench(_sweep(own))
     assert (own / "config.yaml").read_text() == "precious: true"
+    (own / "config.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="another run or other ranks"):
+        bench(_sweep(own))
     bench(replace(sweep, modes=["detached"]))  # the same run: more points
     assert load_config(sweep.output / "config.yaml") == sweep.run
 
@@ -117,6 +120,9 @@ def test_broken_csv_is_refused_with_its_line(tmp_path: Path, monkeypatch: pytest
     whole = path.read_text()
     path.write_text(whole[:-20])
     with pytest.raises(ConfigError, match=r"points\.csv:3: not a line of a benchmark"):
+        bench(sweep)
+    path.write_bytes(whole.encode().replace(b"exact", b"ex\xffct"))
+    with pytest.raises(ConfigError, match=r"points\.csv:2: not a line of a benchmark \(mode"):
         bench(sweep)
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match="needs the columns mode,prompt_tokens"):

@@ -101,6 +101,15 @@ def test_a_run_that_cannot(ranks: Ranks, arguments: list[str], message: str) -> 
     assert "no problem" not in text
 
 
+def test_every_problem_with_files_is_told(ranks: Ranks) -> None:
+    arguments = ["--config", TINY, "--dtype", "float64"]
+    missing = ["--set", "data.tokenizer=/no/tokenizer", "--set", "model.weights=/no/weights"]
+    ((status, text),) = ranks.run(Layout(), _doctor, *arguments, *missing)
+    assert status == 1
+    assert "problem: data.tokenizer='/no/tokenizer'" in text and "problem: /no/weights" in text
+    assert "float64 (for compare: train takes float32 and bfloat16)" in text
+
+
 def test_null_is_as_good_as_absent(ranks: Ranks) -> None:
     options = [f"--set=model.transformer.{name}=null" for name in ("moe_router_topk", "kv_lora_rank", "v_head_dim")]
     assert ranks.run(Layout(), _settings_of, options, ("moe_router_topk", "kv_lora_rank")) == [(2, 512)]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_longstraw import drop_in
-from megatron_longstraw.config import ConfigError, ScheduleConfig
+from megatron_longstraw.config import ConfigError
 from megatron_longstraw.distributed import PeerError
 from megatron_longstraw.prompt_state import Phase, Segment
 from megatron_longstraw.samples import group_samples, read_sample
@@ -153,11 +153,12 @@ def test_equal_prompts_make_groups() -> None:
         ({"tokens": torch.zeros(2, LENGTH, dtype=torch.int64)}, [f"[2, {LENGTH}]", "micro-batch size to 1"]),
         ({"advantages": torch.zeros(1, LENGTH - 1)}, ["advantages", f"[1, {LENGTH - 1}]", f"[1, {LENGTH}]"]),
         ({"advantages": torch.zeros(LENGTH)}, ["advantages", f"[{LENGTH}]"]),
+        ({"loss_mask": torch.ones(1)}, ["loss_mask has shape [1]", f"[1, {LENGTH}]"]),
         ({"cu_seqlens": torch.tensor([0, 3])}, ["cu_seqlens", "packed"]),
         ({"attention_mask": torch.zeros(1, 1, LENGTH, LENGTH)}, ["attention_mask", "causal"]),
         ({"attention_mask": torch.zeros(1, 1, 1, LENGTH)}, ["attention_mask", f"[1, 1, 1, {LENGTH}]"]),
     ],
-    ids=["no mask", "two samples", "short field", "flat field", "packed", "bidirectional", "padding"],
+    ids=["no mask", "two samples", "short field", "flat field", "one mask", "packed", "bidirectional", "padding"],
 )
 def test_batches_are_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
@@ -203,8 +204,8 @@ def _refusals() -> list[str]:
     schedule = megatron_longstraw.get_forward_backward_func()
     arguments = {"forward_step_func": print, "data_iterator": iter([]), "num_microbatches": 1}
 
-    def loss_of_one() -> None:
-        forward = functools.partial(forward_step, lambda *_: (torch.zeros(()),))
+    def run_loss(outputs: Any) -> None:
+        forward = functools.partial(forward_step, lambda *_: outputs)
         schedule(
             forward_step_func=forward, data_iterator=iter(edge_samples()), model=adopt(model()), num_microbatches=1
         )
@@ -230,7 +231,8 @@ def _refusals() -> list[str]:
         lambda: schedule(model=adopt(model()), **{**arguments, "num_microbatches": 0}),
         lambda: megatron_longstraw.get_forward_backward_func(schedule_pg_collection=several_modules),
         lambda: schedule(model=two_stages, **arguments),
-        loss_of_one,
+        lambda: run_loss((torch.zeros(()),)),
+        lambda: run_loss(torch.zeros(())),
         lambda: adopt(sharded),
         lambda: schedule(
             forward_step_func=forward_of_another_batch,
@@ -241,6 +243,7 @@ def _refusals() -> list[str]:
         lambda: schedule(
             model=adopt(model()), **{**arguments, "data_iterator": iter(edge_samples()), "num_microbatches": 9}
         ),
+        lambda: schedule(model=adopt(model()), **{**arguments, "data_iterator": edge_samples()}),
     ]
     messages = [_message(call) for call in calls]
     assert type(other_mlp.decoder.layers[0]).__name__ == "TransformerLayer"  # untouched
@@ -269,10 +272,12 @@ def test_what_cannot_be_adopted_or_run_is_refused_by_name(ranks: Ranks) -> None:
         "num_microbatches=0",
         "schedule_pg_collection has several modules",
         "virtual_pipeline_model_parallel_size",
-        "the loss function returned 1 values",
+        "the loss function returned 1 values: needs (loss, report) or (loss, tokens, report)",
+        "the loss function returned a Tensor: needs (loss, report)",
         "tensor_parallel_num_weight_shards",
         "did not take its batch from its iterator",
         "data_iterator ended after 8 batches: num_microbatches=9 needs 9",
+        "data_iterator is a list of dict: needs an iterator",
     ]
     for message, word in zip(messages, words, strict=True):
         assert word in message
@@ -431,50 +436,6 @@ def _adoption_keeps_the_model() -> dict[str, Any]:
 
 def test_adoption_keeps_the_model(ranks: Ranks) -> None:
     assert ranks.run(Layout(), _adoption_keeps_the_model) == [{"same": True, "equal": True, "names": True}]
-
-
-def test_install_replaces_the_name_where_hosts_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_longstraw.integrations import megatron
-
-    monkeypatch.setattr(megatron, "HOSTS", ("verl.workers.engine.megatron.transformer_impl", "no.such.host"))
-    stock = object()
-    for name in ("verl.workers.engine.megatron.transformer_impl", "my_host"):
-        module: Any = types.ModuleType(name)
-        module.get_forward_backward_func = stock
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setitem(sys.modules, "bare_host", types.ModuleType("bare_host"))
-    verl, mine = sys.modules["verl.workers.engine.megatron.transformer_impl"], sys.modules["my_host"]
-    assert megatron.install(UNEVEN) == [verl.__name__]
-    assert mine.get_forward_backward_func is stock
-    assert verl.get_forward_backward_func().keywords["options"] is UNEVEN
-    assert megatron.install(modules=["my_host", verl.__name__]) == ["my_host", verl.__name__]
-    assert verl.get_forward_backward_func(pp_size=2, vp_size=None).keywords["options"] is not UNEVEN
-    assert megatron.uninstall() == [verl.__name__, "my_host"]
-    assert mine.get_forward_backward_func is verl.get_forward_backward_func is stock
-    assert megatron.uninstall() == []
-    for name in ("megatron.core", "megatron.core.pipeline_parallel", "megatron_longstraw.schedule"):
-        with pytest.raises(ConfigError, match=f"{name} is what the schedule stands on"):
-            megatron.install(modules=["my_host", name])
-    with pytest.raises(ConfigError, match=r"no_such_host can't be imported: No module named 'no_such_host'"):
-        megatron.install(modules=["my_host", "no_such_host"])
-    with pytest.raises(ConfigError, match="bare_host has no get_forward_backward_func"):
-        megatron.install(modules=["my_host", "bare_host"])
-    with pytest.raises(ConfigError, match=r"schedule.pack_tokens=64 is not supported: needs 0"):
-        megatron.install(ScheduleConfig(pack_tokens=64), modules=["my_host"])
-    assert mine.get_forward_backward_func is stock
-
-
-def test_install_refuses_unknown_versions_and_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core import package_info
-
-    from megatron_longstraw.integrations import megatron
-
-    monkeypatch.setattr(megatron, "HOSTS", ("no.such.host",))
-    with pytest.raises(ConfigError, match=r"none of no\.such\.host is imported"):
-        megatron.install()
-    monkeypatch.setattr(package_info, "__shortversion__", "0.20.0")
-    with pytest.raises(ConfigError, match=r"megatron-core 0\.20\.0 is not tested: needs 0\.19\.2"):
-        megatron.install()
 
 
 @pytest.mark.slow

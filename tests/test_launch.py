@@ -1,6 +1,7 @@
 """The launch scripts: the command that each prints is one that the package takes, and what they refuse."""
 
 import contextlib
+import io
 import json
 import os
 import shlex
@@ -24,6 +25,7 @@ from tests.torchrun import ROOT, drop_override
 LAUNCH = ROOT / "launch"
 INPUT = ["--rollouts", "groups.jsonl", "--output", "runs/it's 1"]
 NODE = ["--node-rank", "2", "--master-addr", "node0", "--master-port", "1234"]
+TINY = ROOT / "examples" / "dense" / "tiny.yaml"
 SCRIPTS = {"glm52_32gpu.sh": NODE, "qwen36_8gpu.sh": []}
 
 
@@ -170,7 +172,9 @@ def test_numbers_are_held_against_their_ranges(option: str, values: list[Any], n
 def fake_python(tmp_path: Path) -> Path:
     """Shows four GPUs; in place of torchrun, writes its arguments down."""
     path = tmp_path / "python"
-    path.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then echo 4; else printf "%s\\n" "$@" >{tmp_path}/started; fi\n')
+    path.write_text(
+        f'#!/bin/sh\ncase $2 in *.launch_check) echo 4 ;; *) printf "%s\\n" "$@" >{tmp_path}/started ;; esac\n'
+    )
     path.chmod(0o755)
     return path
 
@@ -191,6 +195,9 @@ def test_wrong_machine_is_told_before_a_rank_starts(tmp_path: Path, fake_python:
         (["--tokenizer", tmp_path / "t.json"], "t.json: no such file or folder"),
     ):
         assert message in _refused("qwen36_8gpu.sh", *inputs, *python, *arguments)
+    (tmp_path / "groups.jsonl").chmod(0)
+    assert "groups.jsonl: can't be read" in _refused("qwen36_8gpu.sh", *inputs, *python, preexec_fn=drop_override)
+    (tmp_path / "groups.jsonl").chmod(0o600)
     assert "can't import megatron_longstraw and torch" in _refused("qwen36_8gpu.sh", *inputs, "--python", "/bin/false")
     assert not (tmp_path / "started").exists()
 
@@ -230,6 +237,43 @@ def test_what_ranks_would_refuse_is_told_before_one_starts(tmp_path: Path, argum
     arguments = ["--output", tmp_path / "run", "--python", sys.executable, *arguments]
     assert message in _refused("cpu_smoke.sh", "qwen36", *arguments)
     assert not (tmp_path / "run").exists()
+
+
+def _told(node_rank: int, port: int, *train: Any) -> tuple[int, str]:
+    """Status and words of what a launch script asks before it starts a rank."""
+    from megatron_longstraw import launch_check
+
+    node = ["--world-size", 2, "--node-rank", node_rank, "--master-port", port, "--rollouts", "g.jsonl"]
+    arguments = ["train", "--config", TINY, "--rollouts", "g.jsonl", "--output", "./out", *train]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            launch_check.main([*map(str, node), "--output", "out/", *map(str, arguments)])
+            status = 0
+        except SystemExit as end:
+            status = end.code
+    return status, out.getvalue()
+
+
+def test_what_ranks_would_refuse_one_by_one(ranks: Ranks) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.create_server(("127.0.0.1", 0)) as free:
+        used, port = other.getsockname()[1], free.getsockname()[1]
+        free.close()
+        for arguments, message in (
+            ((0, port, "--dtype", "float64"), "dtype=float64 is for compare"),
+            (
+                (0, port, "--steps", 2, "--set", "optimizer.lr_warmup_steps=2"),
+                "optimizer.lr_warmup_steps=2: needs less",
+            ),
+            ((0, port, "--rollouts", "h.jsonl"), "--rollouts h.jsonl behind --: needs to stand before it"),
+            ((0, port, "--out=other"), "--output other behind --: needs to stand before it"),
+            ((0, used), f"--master-port {used}: Address already in use"),
+        ):
+            ((status, text),) = ranks.run(Layout(), _told, *arguments)
+            assert status == 2
+            assert text.startswith(f"error: {message}") and text.count("\n") == 1
+        for arguments in ((0, port), (1, used)):  # the port is node 0's
+            assert ranks.run(Layout(), _told, *arguments) == [(0, "0\n")]
 
 
 def test_weights_without_a_tokenizer_are_told_before_a_rank_starts(tmp_path: Path) -> None:
@@ -339,7 +383,7 @@ def _smoke(tmp_path: Path, torchrun: str, *options: Any) -> Iterator[tuple[subpr
     to be killed where a test fails.
     """
     python, tools = tmp_path / "python", tmp_path / "tools"
-    python.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then echo 0; else exec {torchrun} "$@"; fi\n')
+    python.write_text(f'#!/bin/sh\ncase $2 in *.launch_check) echo 0 ;; *) exec {torchrun} "$@" ;; esac\n')
     python.chmod(0o755)
     tools.mkdir()
     for name in ("bash", "env", "setsid", "dirname", "cat", "sleep"):

@@ -30,7 +30,7 @@ LAYERS = [
     ["bench_plot"],
     ["doctor", "demo"],
     ["cli"],
-    ["__main__"],
+    ["__main__", "launch_check"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 CPU_PLATFORM_USERS = {"distributed"}

@@ -80,6 +80,19 @@ def test_patches_go_on_once_and_come_off_whole(tree: Path) -> None:
     _check_cycle(tree, TRAINING)
 
 
+def test_what_git_and_umask_say_changes_neither_line_ends_nor_modes(tree: Path) -> None:
+    configuration = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "core.autocrlf", "GIT_CONFIG_VALUE_0": "true"}
+    for name, mode in zip(sorted(TRAINING), (0o644, 0o664), strict=True):
+        (tree / name).chmod(mode)
+    before = _files(tree)
+    for flags in ([], ["--reverse"]):
+        done = _apply(*flags, tree, env={**os.environ, **configuration}, umask=0o077)
+        assert done.returncode == 0, done.stderr
+        assert not any(b"\r" in (tree / name).read_bytes() for name in TRAINING)
+        assert [(tree / name).stat().st_mode & 0o777 for name in sorted(TRAINING)] == [0o644, 0o664]
+    assert _files(tree) == before
+
+
 @pytest.fixture
 def checkout(pytestconfig: pytest.Config) -> Path:
     path = pytestconfig.getoption("--megatron-checkout")

@@ -30,9 +30,10 @@ def start_torchrun(ranks: int, *arguments: Any, **options: Any) -> subprocess.Po
 
 
 def drop_override() -> None:
-    """Before exec in a child: root then needs the permissions that others need, to write its own files too."""
-    drop_from_bounding_set, override = 24, 1  # PR_CAPBSET_DROP, CAP_DAC_OVERRIDE of Linux
-    ctypes.CDLL(None).prctl(drop_from_bounding_set, override)
+    """Before exec in a child: root then needs the permissions that others need, for its own files too."""
+    drop_from_bounding_set, override, read_search = 24, 1, 2  # PR_CAPBSET_DROP, CAP_DAC_* of Linux
+    for capability in (override, read_search):
+        ctypes.CDLL(None).prctl(drop_from_bounding_set, capability)
 
 
 def _command(ranks: int, *arguments: Any) -> tuple[list[str], dict[str, str]]:

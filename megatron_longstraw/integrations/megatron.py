@@ -13,6 +13,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 from megatron_longstraw.config import ConfigError, ScheduleConfig
@@ -34,7 +35,7 @@ HOSTS = (
 
 _NAME = "get_forward_backward_func"
 _OWN = ("megatron.core.", "megatron_longstraw.")
-_replaced: dict[str, Any] = {}
+_replaced: dict[ModuleType, Any] = {}
 """Module -> what the name meant in it."""
 
 
@@ -51,37 +52,47 @@ def install(options: ScheduleConfig | None = None, modules: Iterable[str] | None
 
     Raises:
         ConfigError: Megatron-Core is of a version that isn't tested, or an option doesn't work here (names it), or
-            there is no module to change, or one is
-            Megatron-Core's or this package's, can't be imported, or does not have the name. Nothing is changed then.
+            there is no module to change, or one is Megatron-Core's or this package's, can't be imported, or does not
+            have the name. Nothing is changed then.
     """
     check_version()
     options = options or ScheduleConfig()
     check_options(options)
+    if isinstance(modules, str):
+        raise ConfigError(f"modules={modules!r}: needs a list of names of modules")
     names = [name for name in HOSTS if name in sys.modules] if modules is None else list(modules)
+    if not names and modules is not None:
+        raise ConfigError("modules is empty: needs names of modules of the host, or None for those that are known")
     if not names:
         raise ConfigError(f"none of {', '.join(HOSTS)} is imported: import the host first, or name its modules")
-    for name in names:
-        if f"{name}.".startswith(_OWN):  # the schedule asks Megatron-Core for the schedule that it stands on
-            raise ConfigError(f"{name} is what the schedule stands on: needs modules of the host, which call it")
-        try:
-            module = importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigError(f"{name} can't be imported: {error}; needs modules of the host") from error
-        if not hasattr(module, _NAME):
-            raise ConfigError(f"{name} has no {_NAME} to replace: is it another version of the host?")
+    found = [_host_module(name) for name in names]
     ours = functools.partial(get_forward_backward_func, options=options)
-    for name in names:
-        _replaced.setdefault(name, getattr(sys.modules[name], _NAME))
-        setattr(sys.modules[name], _NAME, ours)
+    for module in found:
+        _replaced.setdefault(module, getattr(module, _NAME))
+        setattr(module, _NAME, ours)
     return names
 
 
 def uninstall() -> list[str]:
     """Undoes `install`, in all modules. Returns their names."""
-    names = list(_replaced)
-    for name in names:
-        setattr(sys.modules[name], _NAME, _replaced.pop(name))
-    return names
+    modules = list(_replaced)
+    for module in modules:
+        setattr(module, _NAME, _replaced.pop(module))
+    return [module.__name__ for module in modules]
+
+
+def _host_module(name: Any) -> ModuleType:
+    if not isinstance(name, str) or not name or name.startswith("."):
+        raise ConfigError(f"modules has {name!r}: needs whole names of modules")
+    if f"{name}.".startswith(_OWN):  # the schedule asks Megatron-Core for the schedule that it stands on
+        raise ConfigError(f"{name} is what the schedule stands on: needs modules of the host, which call it")
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"{name} can't be imported: {error}; needs modules of the host") from error
+    if not hasattr(module, _NAME):
+        raise ConfigError(f"{name} has no {_NAME} to replace: is it another version of the host?")
+    return module
 
 
 def check_version() -> None:
