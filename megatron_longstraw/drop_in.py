@@ -172,7 +172,7 @@ def _take(data_iterator: Any, count: int) -> list[Sample] | None:
             continue
         if not hasattr(iterator, "__next__"):
             raise ConfigError(
-                f"data_iterator is {'a list of' if iterator is not data_iterator else ''} {type(iterator).__name__}: "
+                f"data_iterator is {'a list of ' if iterator is not data_iterator else ''}{type(iterator).__name__}: "
                 "needs an iterator, or a list with one for each model chunk"
             )
         batches: list[Any] = []

@@ -113,7 +113,7 @@ copy "$tree" "$copies" || { rm -r "$copies"; fail 3 "can't keep copies of the fi
 keep_modes() { # git apply makes files anew, of the modes that umask says
     for file in $changed; do
         new=$tree/$file.longstraw
-        cp -p "$copies/$file" "$new" && cat "$tree/$file" >"$new" && mv "$new" "$tree/$file" || { rm -f "$new"; return 1; }
+        cp -p "$copies/$file" "$new" && cat "$tree/$file" >"$new" && mv -f "$new" "$tree/$file" || { rm -f "$new"; return 1; }
     done
 }
 flag=
